@@ -54,6 +54,16 @@ pub fn new_came(disk: &Path) -> PathBuf {
     beside(disk, "new-came")
 }
 
+/// What the disk's old image was left like when the disk went to another host.
+pub fn left(disk: &Path) -> PathBuf {
+    beside(disk, "left")
+}
+
+/// What is to take the place of [`left`], while it is written.
+pub fn new_left(disk: &Path) -> PathBuf {
+    beside(disk, "new-left")
+}
+
 /// True when a file system can have a file of the name of `path`.
 pub fn fits(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.len() <= LONGEST_NAME_BYTES)
@@ -134,7 +144,8 @@ mod tests {
         let disk = Path::new("/vm/.a.spile-new.vhd");
         let here = [new_leaf, job, new_job, changes, moving, moved, new_moved, fleece, gone, new_gone, children, set]
             .map(|of| of(disk));
-        let from_elsewhere = [receiving, received, new_received, new_changes, came, new_came].map(|of| of(disk));
+        let from_elsewhere =
+            [receiving, received, new_received, new_changes, came, new_came, left, new_left].map(|of| of(disk));
         let named = here.into_iter().chain(from_elsewhere);
         for beside in named {
             assert_eq!(beside.parent(), disk.parent());

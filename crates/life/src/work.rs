@@ -60,6 +60,14 @@ pub trait Marks {
     /// `Unsupported` where nothing can be noted; the system's.
     fn begin<'a>(&'a self, name: &'a str) -> Later<'a, ()>;
 
+    /// The names of the hidden checkpoints that there are.
+    ///
+    /// # Errors
+    /// The system's.
+    fn names(&self) -> Later<'_, Vec<String>> {
+        Box::pin(async { Ok(Vec::new()) })
+    }
+
     /// What has changed since [`Marks::begin`] in the part `within` of the disk, or may have. `None` when that is not known, or was never begun.
     ///
     /// # Errors
@@ -72,7 +80,7 @@ pub trait Marks {
     /// The system's.
     fn end<'a>(&'a self, name: &'a str) -> Later<'a, ()>;
 
-    /// What was noted under `name` is noted under `to` from now on, in the place of what was there.
+    /// What was noted under `name` is noted under `to` from now on, in the place of what was there. A crash leaves one of both under `to`, or nothing.
     ///
     /// # Errors
     /// `NotFound`; the system's.
@@ -86,13 +94,13 @@ pub trait Marks {
     /// Why that cannot be: then there is nothing beside `half`.
     fn carry<'a>(&'a self, half: &'a Path, to: &'a Path, since: Option<&'a str>) -> Later<'a, bool>;
 
-    /// As [`Marks::carry`], to another host: how many bytes long the file is that [`Marks::send`] sends there. `None` when there is nothing to send. Until
+    /// As [`Marks::carry`], to another host: how many bytes long the file is that [`Marks::send`] sends there. `goes`: the disk itself goes, and not a copy. `None` when there is nothing to send. Until
     /// [`Marks::carried`] nobody makes or removes checkpoints.
     ///
     /// # Errors
     /// Why that cannot be.
-    fn pack<'a>(&'a self, since: Option<&'a str>) -> Later<'a, Option<u64>> {
-        let _ = since;
+    fn pack<'a>(&'a self, since: Option<&'a str>, goes: bool) -> Later<'a, Option<u64>> {
+        let _ = (since, goes);
         Box::pin(async { Ok(None) })
     }
 
@@ -112,7 +120,7 @@ pub trait Marks {
     fn carried<'a>(&'a self, is_there: bool) -> Later<'a, ()>;
 
     /// What these files look like from outside: which they are, how long, and when they were last written. One line, which is another one after each write that
-    /// begins later. `None` when nobody can tell.
+    /// begins later. `None` when nobody can tell, or when another image is a child of the first one.
     ///
     /// # Errors
     /// The system's.

@@ -207,22 +207,25 @@ impl Checkpoints {
         removed
     }
 
-    /// True when there are checkpoints that no user sees.
-    pub async fn has_hidden(&self) -> bool {
+    /// The checkpoints that no user sees.
+    pub async fn hidden(&self) -> Vec<String> {
         match self.now() {
-            Some(changes) => changes.names().await.0.iter().any(|name| is_hidden(name)),
-            None => false,
+            Some(changes) => changes.names().await.0.into_iter().filter(|name| is_hidden(name)).collect(),
+            None => Vec::new(),
         }
     }
 
-    /// Gives a checkpoint another name.
+    /// Gives a checkpoint another name, in the place of one that has that.
     ///
     /// # Errors
-    /// `NotFound`; `Exists`; the system's.
-    pub async fn rename(&self, name: &str, to: &str) -> Result<()> {
+    /// `NotFound`; the system's.
+    pub async fn rename(&self, disk: &Disk, name: &str, to: &str) -> Result<()> {
         let slot = self.changes.lock().await;
         let Some(changes) = slot.as_ref() else { return Err(no_checkpoint(name)) };
-        let renamed = changes.rename(name, to).await;
+        let renamed = match changes.names().await.0.iter().any(|known| known == to) {
+            true => changes.replace(disk, to, name).await,
+            false => changes.rename(name, to).await,
+        };
         self.show(slot.as_ref()).await;
         renamed
     }
@@ -278,10 +281,11 @@ impl Checkpoints {
         &'c self,
         disk: &Disk,
         since: Option<&str>,
+        goes: bool,
     ) -> Result<Option<(MutexGuardOfTurns<'c>, Packed<AnyStore>)>> {
         let slot = self.changes.lock().await;
         let Some(changes) = slot.as_ref().filter(|changes| changes.loss().is_none()).cloned() else { return Ok(None) };
-        Ok(changes.pack(disk.size_bytes(), since).await?.map(|packed| (slot, packed)))
+        Ok(changes.pack(disk.size_bytes(), since, goes).await?.map(|packed| (slot, packed)))
     }
 
     /// The file at `packed`, which another host has sent, is that of the disk from now on: all that is written to it later has its bits there.
@@ -311,6 +315,14 @@ impl Checkpoints {
         self.show(slot.as_ref()).await;
         adopted.attach(disk).await?;
         self.files.copy_access(&path_of(&graph), &side).await
+    }
+
+    /// Which disk these are of, wherever that goes, if they say it.
+    pub async fn disk_id(&self) -> Option<[u8; 16]> {
+        match self.now() {
+            Some(changes) => changes.disk_id().await,
+            None => None,
+        }
     }
 
     /// When the checkpoint `name` was made, in seconds since 1970 UTC.

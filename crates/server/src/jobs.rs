@@ -68,7 +68,7 @@ pub async fn run(
 
 /// Forgets what is noted of the changes of `disk`, which has no job, under names that no user sees, where nobody needs it any more.
 pub async fn forget_what_is_over(disk: &Node<Graph<HostStore>>, checkpoints: &Checkpoints) {
-    if disk.info().read_only || !checkpoints.has_hidden().await {
+    if disk.info().read_only || checkpoints.hidden().await.is_empty() {
         return;
     }
     let path = disk.graph().await.handles()[0].path().to_owned();

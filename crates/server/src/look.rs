@@ -4,6 +4,7 @@
 //! own number is left out, as some change with each boot. The second half is a hash of the leaf's length, when it was last written and when
 //! its properties were last changed, and of the same of all parents, but for their properties: a child's snapshot changes those.
 
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -16,6 +17,7 @@ use spile_life::changes::Found;
 use spile_life::changes::header::Stamp;
 use spile_store::{FileId, FileTimes, HostStore};
 
+use crate::family;
 use crate::new_file::folder_of;
 
 /// No kernel counts the time of writes more coarsely.
@@ -49,21 +51,29 @@ pub async fn at(image: &Path, side: &Path) -> Found {
     .await
 }
 
-/// Which files are at these paths, how long they are, and when they were last written, as one line. Another one after each write that begins later. `None`
-/// when one cannot be seen, or its file system does not tell when it was made.
-pub async fn at_paths(paths: &[PathBuf]) -> Option<String> {
-    let first = paths.first()?.clone();
+/// What the old image of a disk, the first one, and its parents look like: which files they are, how long they are, and when they were last written, as one line.
+/// Another one after each write that begins later. `None` when that cannot be seen; when they are written just now; and when the old image shows somewhere else,
+/// too, what is written to it: as the parent of another image, or under another name.
+pub async fn of_old_image(paths: &[PathBuf]) -> Option<String> {
+    let first = paths.first()?;
+    let look = async || {
+        let paths = paths.to_vec();
+        run_blocking(first, move || seen(&paths)).await
+    };
+    let before = look().await?;
+    family::refuse_lost_parent(first).await.ok()?;
     // A later write has another time then.
     sleep(COARSEST * 2).await;
-    let paths = paths.to_vec();
-    let look = move || {
-        let one = |path: &PathBuf| {
-            let FileTimes { inode, born_ns, len_bytes, modified_ns, .. } = FileTimes::of(&path.metadata().ok()?);
-            (born_ns != 0).then(|| format!("{inode} {born_ns} {len_bytes} {modified_ns}"))
-        };
-        paths.iter().map(one).collect::<Option<Vec<_>>>().map(|all| all.join(" / "))
+    look().await.filter(|look| *look == before)
+}
+
+fn seen(paths: &[PathBuf]) -> Option<String> {
+    paths.first()?.symlink_metadata().ok().filter(|stat| stat.is_file() && stat.nlink() == 1)?;
+    let one = |path: &PathBuf| {
+        let FileTimes { inode, born_ns, len_bytes, modified_ns, .. } = FileTimes::of(&path.metadata().ok()?);
+        (born_ns != 0).then(|| format!("{inode} {born_ns} {len_bytes} {modified_ns}"))
     };
-    run_blocking(&first, look).await
+    paths.iter().map(one).collect::<Option<Vec<_>>>().map(|all| all.join(" / "))
 }
 
 /// The number of the mount that `path` is in. It is given to no other mount until the host starts again, so it tells whether a file system was

@@ -49,6 +49,10 @@ impl Marks for Noted<'_> {
         })
     }
 
+    fn names(&self) -> Later<'_, Vec<String>> {
+        Box::pin(async move { Ok(self.checkpoints.hidden().await) })
+    }
+
     fn changed<'a>(&'a self, name: &'a str, within: Range<u64>) -> Later<'a, Option<Vec<Extent>>> {
         Box::pin(async move {
             let changed = self.checkpoints.changed(self.node, name, None, within).await;
@@ -61,10 +65,7 @@ impl Marks for Noted<'_> {
     }
 
     fn rename<'a>(&'a self, name: &'a str, to: &'a str) -> Later<'a, ()> {
-        Box::pin(async move {
-            self.end(to).await?;
-            self.checkpoints.rename(name, to).await
-        })
+        Box::pin(async move { self.checkpoints.rename(self.node, name, to).await })
     }
 
     fn carry<'a>(&'a self, half: &'a Path, to: &'a Path, since: Option<&'a str>) -> Later<'a, bool> {
@@ -88,9 +89,9 @@ impl Marks for Noted<'_> {
         })
     }
 
-    fn pack<'a>(&'a self, since: Option<&'a str>) -> Later<'a, Option<u64>> {
+    fn pack<'a>(&'a self, since: Option<&'a str>, goes: bool) -> Later<'a, Option<u64>> {
         Box::pin(async move {
-            let packed = self.checkpoints.pack(self.node, since).await?;
+            let packed = self.checkpoints.pack(self.node, since, goes).await?;
             let len_bytes = packed.as_ref().map(|(_, packed)| packed.len_bytes());
             self.packed.replace(packed);
             Ok(len_bytes)
@@ -107,6 +108,6 @@ impl Marks for Noted<'_> {
     }
 
     fn look<'a>(&'a self, paths: &'a [PathBuf]) -> Later<'a, Option<String>> {
-        Box::pin(async move { Ok(look::at_paths(paths).await) })
+        Box::pin(async move { Ok(look::of_old_image(paths).await) })
     }
 }

@@ -78,7 +78,7 @@ fn checkpoints_go_along_to_another_host_with_their_blocks() {
     let dir = dir.path();
     let mut there = receive(dir);
     let served = serve(dir, "old/marks-go.raw");
-    ok(dir, &["checkpoint", "marks-go", "first"]);
+    ok(dir, &["backup", "marks-go", "there/base.raw", "--checkpoint", "first", "--wait"]);
     write(&served, 3);
     write(&served, 500);
     ok(dir, &["checkpoint", "marks-go", "second"]);
@@ -102,7 +102,10 @@ fn checkpoints_go_along_to_another_host_with_their_blocks() {
     let own = serve(dir, "there/disk.vhd,name=marks-own");
     write(&own, 10);
     assert_eq!(changed(dir, "marks-own", "second"), [7, 8, 9, 10, 600].into());
+    // And so does a backup that was made at the old place.
+    ok(dir, &["backup", "marks-own", "there/base.raw", "--since", "first", "--wait"]);
     assert!(own.terminate().success() && there.terminate().success());
+    ok(dir, &["compare", "there/base.raw", "there/disk.vhd"]);
 }
 
 /// As at a host with an older program, which does not know what is asked of it.

@@ -115,6 +115,11 @@ impl<F: Files + Clone> Changes<F> {
         header.intervals.into_iter().zip(changed).map(checkpoint).collect()
     }
 
+    /// Which disk these are of: the same wherever the disk goes. `None` where that is not said.
+    pub async fn disk_id(&self) -> Option<[u8; 16]> {
+        Some(self.state.lock().await.header.id).filter(|id| *id != [0; 16])
+    }
+
     /// When the checkpoint `name` was made, in seconds since 1970 UTC.
     ///
     /// # Errors

@@ -43,6 +43,7 @@ impl<F: Files + Clone> Changes<F> {
         }
         let (mut header, mut tracked) = (other.header.clone(), Vec::new());
         (header.disk_bytes, header.boot_id) = (node.size_bytes(), new.around.env.boot_id());
+        header.id = own.header.id;
         for interval in &own.header.intervals {
             let mut copy = new.new_interval(&header, &interval.name, node.size_bytes()).await?;
             copy.created_unix_s = interval.created_unix_s;

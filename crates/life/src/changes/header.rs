@@ -15,6 +15,7 @@
 //! | 84 | 4 | number of intervals |
 //! | 88 | 4 | bytes of an area: a power of two, no less than a block |
 //! | 96 | 8 | the mount in which the file was last opened; 0: not known |
+//! | 104 | 16 | which disk it is of, wherever that goes; zero: not said |
 //! | 256 | 128 each | the intervals, oldest first |
 //!
 //! An interval:
@@ -102,6 +103,8 @@ pub struct Header {
     pub stamp: Stamp,
     /// The sizes of blocks and areas.
     pub grain: Grain,
+    /// Which disk it is of: the same wherever the disk goes. Zero where that is not said.
+    pub id: [u8; 16],
     /// Oldest first. Marks go to the last one.
     pub intervals: Vec<Interval>,
 }
@@ -145,6 +148,7 @@ impl Header {
         bytes[80..84].copy_from_slice(&self.grain.block_bytes.to_le_bytes());
         bytes[88..92].copy_from_slice(&self.grain.area_bytes.to_le_bytes());
         bytes[96..104].copy_from_slice(&self.mount_id.to_le_bytes());
+        bytes[104..120].copy_from_slice(&self.id);
         bytes[84..88].copy_from_slice(&(self.intervals.len() as u32).to_le_bytes());
         for (interval, into) in self.intervals.iter().zip(bytes[FIRST_INTERVAL..].chunks_exact_mut(INTERVAL_BYTES)) {
             interval.write(into);
@@ -186,6 +190,7 @@ impl Header {
             boot_id: bytes[32..48].try_into().ok()?,
             mount_id: u64_at(bytes, 96),
             stamp: Stamp(bytes[48..80].try_into().ok()?),
+            id: bytes[104..120].try_into().ok()?,
             grain,
             intervals: intervals.map(Interval::read).collect::<Option<_>>()?,
         };
@@ -342,6 +347,7 @@ mod tests {
                     mount_id: 7,
                     stamp: Stamp(stamp),
                     grain,
+                    id: [7; 16],
                     intervals: Vec::new(),
                 };
                 intervals.into_iter().for_each(|one| put(&mut header, one));
@@ -380,7 +386,7 @@ mod tests {
 
     fn plain(number: u64) -> Header {
         let (boot_id, stamp, grain) = ([1; 16], Stamp([2; 32]), Grain::default());
-        Header { number, disk_bytes: 1 << 30, boot_id, mount_id: 0, stamp, grain, intervals: Vec::new() }
+        Header { number, disk_bytes: 1 << 30, boot_id, mount_id: 0, stamp, grain, id: [3; 16], intervals: Vec::new() }
     }
 
     #[test]

@@ -245,7 +245,8 @@ impl<F: Files + Clone> Changes<F> {
             return Err(Error::new(ErrorKind::Unsupported, what).at_path(disk).hint("rename it"));
         }
         let store = Arc::new(around.files.create(&path, 0).await?);
-        let header = Header { stamp: found.stamp, mount_id: found.mount_id, ..new_header(disk_bytes, grain) };
+        let (Found { stamp, mount_id, .. }, id) = (found, around.env.random_16());
+        let header = Header { stamp, mount_id, id, ..new_header(disk_bytes, grain) };
         let state = State { header, tracked: Vec::new(), is_damaged: false, is_stuck: false };
         let giving = Arc::new(Giving::new(&around, &path, store.clone()));
         let changes = Self { around, path, store, state: Mutex::new(state), giving, is_read_only: false };
@@ -278,6 +279,9 @@ impl<F: Files + Clone> Changes<F> {
             last.settled = None;
         }
         (header.boot_id, header.disk_bytes) = (boot_id, disk_bytes);
+        if header.id == [0; 16] {
+            header.id = self.around.env.random_16();
+        }
         if state.is_damaged { Ok(()) } else { self.write(&mut state, header).await }
     }
 
@@ -529,8 +533,21 @@ impl<F: Files + Clone> Changes<F> {
     /// # Errors
     /// `NotFound`; the system's.
     pub async fn remove<G: Disk>(&self, node: &Node<G>, name: &str) -> Result<()> {
+        self.remove_for(node, name, None).await
+    }
+
+    /// Removes a checkpoint, and gives its name to the checkpoint `heir`: at every moment, and after every crash, there is one of that name.
+    ///
+    /// # Errors
+    /// `NotFound` when one of them is not there; the system's.
+    pub async fn replace<G: Disk>(&self, node: &Node<G>, name: &str, heir: &str) -> Result<()> {
+        self.remove_for(node, name, Some(heir)).await
+    }
+
+    async fn remove_for<G: Disk>(&self, node: &Node<G>, name: &str, heir: Option<&str>) -> Result<()> {
         let mut state = self.state.lock().await;
         let number = find(&state.header, name)?;
+        heir.map(|heir| find(&state.header, heir)).transpose()?;
         let is_last = number + 1 == state.header.intervals.len();
         if let Some(before) = number.checked_sub(1) {
             let mut header = state.header.clone();
@@ -546,6 +563,10 @@ impl<F: Files + Clone> Changes<F> {
             self.store.sync().await?;
         }
         let mut header = state.header.clone();
+        if let Some(heir) = heir {
+            let heir = find(&header, heir)?;
+            header.intervals[heir].name = name.to_owned();
+        }
         let removed = header.intervals.remove(number);
         if let Some(before) = number.checked_sub(1) {
             let interval = &mut header.intervals[before];
@@ -565,7 +586,7 @@ const CHUNK_BYTES: usize = 1 << 20;
 /// The header of a file that has no checkpoint.
 fn new_header(disk_bytes: u64, grain: Grain) -> Header {
     let (boot_id, mount_id, stamp, intervals) = ([0; 16], 0, Stamp::default(), Vec::new());
-    Header { number: 0, disk_bytes, boot_id, mount_id, stamp, grain, intervals }
+    Header { number: 0, disk_bytes, boot_id, mount_id, stamp, grain, id: [0; 16], intervals }
 }
 
 /// Has everything count as changed since each checkpoint.

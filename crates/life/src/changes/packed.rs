@@ -25,18 +25,21 @@ pub struct Packed<S> {
 }
 
 impl<F: Files + Clone> Changes<F> {
-    /// What another host is to have of the checkpoints of the disk, which is `disk_bytes` long; and one more, `since`, from now on. `None` when there is
-    /// nothing. Until [`Packed::send`] has ended nobody makes or removes checkpoints.
+    /// What another host is to have of the checkpoints of the disk, which is `disk_bytes` long; and one more, `since`, from now on. `goes`: the disk goes there, and there is no other one of
+    /// the same checkpoints then. `None` when there is nothing. Until [`Packed::send`] has ended nobody makes or removes checkpoints.
     ///
     /// # Errors
     /// `Corrupt` when the file is damaged; `Exhausted` when it would be too large.
-    pub async fn pack(&self, disk_bytes: u64, since: Option<&str>) -> Result<Option<Packed<F::Store>>> {
+    pub async fn pack(&self, disk_bytes: u64, since: Option<&str>, goes: bool) -> Result<Option<Packed<F::Store>>> {
         let state = self.state.lock().await;
         self.check_usable(&state)?;
         if state.is_damaged {
             return Err(Error::new(ErrorKind::Corrupt, "the file of changed blocks is damaged").at_path(&self.path));
         }
         let mut packed = Packed { header: new_header(disk_bytes, state.header.grain), parts: Vec::new() };
+        if goes {
+            packed.header.id = state.header.id;
+        }
         for (interval, tracked) in state.header.intervals.iter().zip(&state.tracked) {
             let covered_bytes = interval.covered_bytes.min(disk_bytes);
             if is_hidden(&interval.name) {

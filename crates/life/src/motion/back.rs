@@ -7,19 +7,31 @@
 use std::path::{Path, PathBuf};
 
 use spile_core::{ErrorKind, Files, Locator, OpenMode, Result};
+use spile_image::layer::Identity;
 use spile_image::{Broken, Format};
 
 use super::note::is_free;
-use super::place::{name_of_half, remove_half};
-use super::progress::{MARK, Progress};
+use super::order::{self, Order};
+use super::place::{Place, name_of_half, remove_half};
+use super::progress::{MARK, Progress, forget_marks};
+use super::received::Received;
 use super::{Move, old_image};
-use crate::jobs::note::{Copied, read_text, text_of, write_text};
+use crate::jobs::note::{Copied, from_hex, read_text, text_of, to_hex, write_text};
 use crate::names;
 use crate::snapshot::remove_if_there;
 use crate::work::{Marks, Work};
 
 /// What has changed since the disk came is noted under this name. No user can give it.
 pub(super) const BACK: &str = "\u{1}back";
+
+/// The names of checkpoints that no user sees, since which is known what has changed of a disk that has come from another host, begin so. The identity of the move
+/// follows.
+const BACK_THERE: &str = "\u{1}back-";
+
+/// Under this name is noted what has changed of a disk since it came from another host by the move `id`.
+pub(super) fn back_there(id: Identity) -> String {
+    format!("{BACK_THERE}{}", to_hex(id))
+}
 
 /// The note beside a disk that was moved: where it was, and what its old image was left like.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -87,9 +99,84 @@ impl CameFrom {
     }
 
     /// The old image and its parents.
-    fn images(&self) -> Vec<PathBuf> {
+    pub(super) fn images(&self) -> Vec<PathBuf> {
         [old_image(&self.from)].into_iter().chain(self.parents.iter().cloned()).collect()
     }
+}
+
+/// The note that a disk leaves which has gone to another host: by which move, and what its old image was left like.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Left {
+    /// The move.
+    pub id: Identity,
+    /// The old image; where the disk came from is where it has left.
+    pub image: CameFrom,
+}
+
+impl Left {
+    fn to_text(&self) -> Result<String> {
+        Ok(format!("move {}\n{}", to_hex(self.id), self.image.to_text()?))
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        let (id, image) = text.strip_prefix("move ")?.split_once('\n')?;
+        Some(Self { id: Identity(from_hex(id)?), image: CameFrom::from_text(image)? })
+    }
+
+    /// The note at the path that the disk had, if there is one that makes sense.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn read<F: Files>(files: &F, disk: &Path) -> Result<Option<Self>> {
+        Ok(read_text(files, &names::left(disk)).await?.and_then(|text| Self::from_text(&text)))
+    }
+
+    /// Notes what the old image is like. Nobody has that open, and all of it is durable.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn note<F: Files>(mut self, work: &Work<'_, F>) -> Result<()> {
+        let Some(marks) = work.marks else { return Ok(()) };
+        let Some(look) = marks.look(&self.image.images()).await? else { return Ok(()) };
+        self.image.look = look;
+        let new = names::new_left(&self.image.from);
+        remove_if_there(work.files, &new).await?;
+        write_text(work.files, &new, &self.to_text()?).await?;
+        work.files.rename(&new, &names::left(&self.image.from)).await
+    }
+}
+
+/// As [`take_old_image`], of a disk that goes back to the host that it has come from: that host is asked whether the old image is as it was left.
+///
+/// # Errors
+/// The system's.
+pub(super) async fn take_there<F: Files>(
+    work: &Work<'_, F>,
+    plan: &Move,
+    place: &mut Place,
+    size_bytes: u64,
+    progress: &Progress,
+) -> Result<Option<Copied>> {
+    let (Some(id), Some(marks), Format::Raw, false) = (plan.id, work.marks, plan.format, plan.stays) else {
+        return Ok(None);
+    };
+    for name in marks.names().await? {
+        let Some(of) = name.strip_prefix(BACK_THERE).and_then(from_hex).map(Identity) else { continue };
+        if marks.changed(&name, 0..0).await?.is_none() {
+            continue;
+        }
+        let Some(order) = (Order::Back { id, of, size_bytes }).locator(&plan.to) else { return Ok(None) };
+        // It may be obeyed, and the answer lost: the old image is a half of this move then, which is dropped when that fails, or filled from its begin.
+        place.be_taken_in(id);
+        if order::give(work.files, &order).await.is_err() || marks.rename(&name, MARK).await.is_err() {
+            continue;
+        }
+        // After the marks: a note that says so finds marks that are these.
+        let copied = Copied { until_bytes: size_bytes, half: to_hex(id) };
+        progress.say(work, &copied).await?;
+        return Ok(Some(copied));
+    }
+    Ok(None)
 }
 
 /// Forgets what was noted of the changes of the disk at `disk`, which has no job, for a move that is over, or for a way back to an old image that is gone.
@@ -97,7 +184,14 @@ impl CameFrom {
 /// # Errors
 /// The system's.
 pub async fn forget_what_is_over<F: Files>(files: &F, disk: &Path, marks: &dyn Marks) -> Result<()> {
-    marks.end(MARK).await?;
+    forget_marks(marks).await?;
+    // Whoever removes the note of how the disk came does not want the way back. Nor does it help any more when all counts as changed.
+    let came = Received::read(files, disk).await?.map(|note| back_there(note.id));
+    for name in marks.names().await?.into_iter().filter(|name| name.starts_with(BACK_THERE)) {
+        if came.as_ref() != Some(&name) || marks.changed(&name, 0..0).await?.is_none() {
+            marks.end(&name).await?;
+        }
+    }
     let image = CameFrom::read(files, disk).await?.map(|came| old_image(&came.from));
     if let Some(image) = &image
         && !is_free(files, image).await
@@ -168,6 +262,9 @@ mod tests {
             for len in 0..text.len() {
                 assert_eq!(CameFrom::from_text(&text[..len]), None, "{:?}", &text[..len]);
             }
+            let left = Left { id: Identity([0x3b; 16]), image: came };
+            assert_eq!(Left::from_text(&left.to_text().unwrap()), Some(left));
+            assert_eq!(Left::from_text(&text), None);
         }
     }
 }

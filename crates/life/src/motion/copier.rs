@@ -208,8 +208,18 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             self.flush().await?;
             self.status.set_phase(Phase::InStep);
         }
+        if self.progress.begins_to_move(self.work, self.copied_bytes.get()).await {
+            self.round(false).await?;
+            self.flush().await?;
+            self.progress.moves_forward(self.work).await;
+        }
         self.work.timer.sleep(BREATH).await;
-        let _either = select(pin!(self.mirror.lags()), pin!(self.work.job.told_to_finish())).await;
+        let (lags, told) = (pin!(self.mirror.lags()), pin!(self.work.job.told_to_finish()));
+        let wakes = select(lags, told);
+        match self.progress.moves_in(self.work, self.copied_bytes.get()) {
+            Some(time) => _ = select(wakes, self.work.timer.sleep(time)).await,
+            None => _ = wakes.await,
+        }
         self.work.job.go_on().await.map(drop).map_err(Failure::Disk)
     }
 

@@ -25,9 +25,10 @@ use spile_image::Broken;
 use spile_image::layer::Layer;
 use spile_node::{ClosedGates, close_gates};
 
-use super::back::BACK;
+use super::back::{BACK, back_there};
 use super::copier::{Copier, Failure, Over};
 use super::note::{is_free, refuse_taken, rename_to_free};
+use super::order;
 use super::place::Place;
 use crate::names;
 use crate::snapshot::remove_if_there;
@@ -104,7 +105,7 @@ async fn forget_what_was_there<F: Files>(copier: &Copier<'_, '_, F>) -> Result<(
 async fn carry<F: Files>(copier: &Copier<'_, '_, F>) -> Result<bool, Failure> {
     let Place { disk, moved, stays, .. } = copier.place;
     let Some(marks) = copier.work.marks else { return Ok(false) };
-    if copier.place.is_taken_in() {
+    if copier.place.taken_in().is_some() {
         return Box::pin(send(copier, marks)).await;
     }
     let (Some(_), Some(half), Locator::Path(to), false) = (disk, &moved.half, &moved.to, *stays) else {
@@ -122,13 +123,15 @@ async fn carry<F: Files>(copier: &Copier<'_, '_, F>) -> Result<bool, Failure> {
 async fn send<F: Files>(copier: &Copier<'_, '_, F>, marks: &dyn Marks) -> Result<bool, Failure> {
     let place = copier.place;
     copier.not_carried.set(None);
-    let packed = match marks.pack(None).await {
-        Ok(Some(len_bytes)) => place.marks_there(len_bytes),
+    let is_kept = place.disk.is_some() && !place.stays && !place.deletes_source;
+    let since = place.taken_in().filter(|_| is_kept).map(back_there);
+    let packed = match marks.pack(since.as_deref(), !place.stays).await {
+        Ok(Some(len_bytes)) => place.marks_there(len_bytes).map(|there| (len_bytes, there)),
         Ok(None) => None,
         Err(error) => return Ok(copier.leave_checkpoints(error)),
     };
-    let Some((file, whole)) = packed else { return Ok(false) };
-    let sent = pin!(send_to(copier, marks, &file, &whole));
+    let Some((len_bytes, (file, whole))) = packed else { return Ok(false) };
+    let sent = pin!(send_to(copier, marks, (&file, len_bytes), &whole));
     let sent = match select(sent, pin!(copier.work.job.told_to_end())).await {
         Either::Left((sent, _)) => sent,
         Either::Right(_) => Err(Error::new(ErrorKind::Shutdown, "the job was told to end")),
@@ -149,11 +152,15 @@ async fn send<F: Files>(copier: &Copier<'_, '_, F>, marks: &dyn Marks) -> Result
 async fn send_to<F: Files>(
     copier: &Copier<'_, '_, F>,
     marks: &dyn Marks,
-    file: &Locator,
+    (file, len_bytes): (&Locator, u64),
     whole: &Locator,
 ) -> Result<()> {
     let files = copier.work.files;
     let store = files.open(file, OpenMode::ReadWrite).await?;
+    if store.len_bytes() != len_bytes {
+        let what = "this is not the file of changed blocks that was asked for";
+        return Err(Error::new(ErrorKind::Denied, what).at_path(Path::new(&file.to_string())));
+    }
     let there = &store;
     let put = move |at: u64, bytes: Segments| -> Later<'_, ()> {
         Box::pin(async move { there.write_at(StoreOffset(at), &bytes, Via::Direct).await })
@@ -161,8 +168,7 @@ async fn send_to<F: Files>(
     marks.send(&put).await?;
     store.sync().await?;
     drop(store);
-    drop(files.open(whole, OpenMode::ReadWrite).await?);
-    Ok(())
+    order::give(files, whole).await
 }
 
 async fn attempt_prepared<F: Files>(copier: &Copier<'_, '_, F>, bounds: Bounds) -> Result<Tried<F>, Failure> {

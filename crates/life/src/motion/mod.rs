@@ -37,8 +37,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use spile_core::{Disk, Error, ErrorKind, Files, Locator, Result};
-use spile_image::Format;
 use spile_image::layer::{Identity, Layer};
+use spile_image::{Format, Graph};
 use spile_node::{OldEpoch, Stage};
 
 use crate::jobs::note::There;
@@ -46,11 +46,12 @@ use crate::jobs::{Note, Plan, State, which};
 use crate::names;
 use crate::snapshot::remove_if_there;
 use crate::work::{GraphOf, Work};
+use back::Left;
 pub use back::{CameFrom, forget_what_is_over};
 use copier::{Copier, Failure, Over};
 use mirror::Mirror;
 pub use note::{Moved, take_back};
-pub use order::{Order, is_name};
+pub use order::{ANSWER, ANSWER_BYTES, Order, is_name};
 use pauses::Pauses;
 use place::Place;
 use progress::Progress;
@@ -198,7 +199,10 @@ async fn open_place<F: Files>(
     status: &Arc<Status>,
 ) -> Result<GraphOf<F>> {
     let left = match (progress.left(work).await?, &place.disk) {
-        (None, Some(disk)) => back::take_old_image(work, disk, plan, source.size_bytes(), progress).await?,
+        (None, Some(disk)) => match &plan.to {
+            Locator::Nbd(_) => back::take_there(work, plan, place, source.size_bytes(), progress).await?,
+            _ => back::take_old_image(work, disk, plan, source.size_bytes(), progress).await?,
+        },
         (left, _) => left,
     };
     if let Some(copied) = left {
@@ -275,7 +279,7 @@ async fn mirrored<F: Files>(
             let deletes_source = plan.deletes_source && doubt.is_none() && finished.is_ok();
             let is_left = place.disk.is_some() && !deletes_source;
             status.set_old_image(is_left.then(|| place.moved.image.clone()));
-            let left = Left { place, source, target: &target, plan, deletes_source };
+            let left = Leaving { place, source, target: &target, plan, deletes_source };
             let tidied = Box::pin(tidy(work, old, &left, doubt.is_none() && finished.is_ok())).await;
             let carried = copier.not_carried.take().map_or(Ok(()), Err);
             doubt.map_or(Ok(()), Err).and(finished).and(tidied).and(carried)
@@ -339,7 +343,7 @@ fn not_named_yet(to: &Locator) -> String {
 }
 
 /// What a hand-over leaves behind.
-struct Left<'a, F: Files> {
+struct Leaving<'a, F: Files> {
     place: &'a Place,
     source: &'a Arc<GraphOf<F>>,
     target: &'a GraphOf<F>,
@@ -352,7 +356,7 @@ struct Left<'a, F: Files> {
 async fn tidy<F: Files>(
     work: &Work<'_, F>,
     old: OldEpoch<GraphOf<F>>,
-    left: &Left<'_, F>,
+    left: &Leaving<'_, F>,
     is_durable: bool,
 ) -> Result<()> {
     let (files, place, source) = (work.files, left.place, left.source);
@@ -384,7 +388,13 @@ async fn tidy<F: Files>(
     };
     let way_back = match (&place.disk, &left.plan.to) {
         (Some(disk), Locator::Path(to)) if flushed.is_ok() && closed.is_ok() && is_durable && !is_to_go => {
-            note_old_image(work, source, disk, to).await
+            old_image_of(source, disk).note(work, to).await
+        }
+        (Some(disk), Locator::Nbd(_)) if flushed.is_ok() && closed.is_ok() && is_durable && !is_to_go => {
+            match place.taken_in() {
+                Some(id) => Left { id, image: old_image_of(source, disk) }.note(work).await,
+                None => Ok(()),
+            }
         }
         _ => Ok(()),
     };
@@ -395,17 +405,16 @@ async fn tidy<F: Files>(
     noted.and(closed).and(removed).and(deleted).and(way_back).and(forgotten)
 }
 
-/// Notes beside the disk, which is at `to` now, that `source` is its old image, whose path was `disk`.
-async fn note_old_image<F: Files>(work: &Work<'_, F>, source: &GraphOf<F>, disk: &Path, to: &Path) -> Result<()> {
+/// `source`, as the old image of a disk whose path was `disk`. What it looks like is not said yet.
+fn old_image_of<S: spile_core::Store>(source: &Graph<S>, disk: &Path) -> CameFrom {
     let handles = source.handles();
-    let came = CameFrom {
+    CameFrom {
         from: disk.to_owned(),
         format: handles[0].image().format(),
         size_bytes: source.size_bytes(),
         look: String::new(),
         parents: handles[1..].iter().map(|layer| layer.path().to_owned()).collect(),
-    };
-    came.note(work, to).await
+    }
 }
 
 /// Removes the second name of the image of `graph` that a process has left which ended right before a hand-over, or right after one.

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreOffset, Via};
 
+use super::order;
 use crate::jobs::note::{Note, text_of, text_of_place};
 use crate::names;
 use crate::snapshot::remove_if_there;
@@ -100,11 +101,8 @@ impl Moved {
     /// the caller `may_change` anything.
     async fn finished_late<F: Files>(&self, files: &F, disk: &Path, order: &Locator, may_change: bool) -> Error {
         if may_change {
-            let done = match files.open(order, OpenMode::ReadWrite).await {
-                Ok(there) => {
-                    drop(there);
-                    self.write_done(files, disk).await
-                }
+            let done = match order::give(files, order).await {
+                Ok(()) => self.write_done(files, disk).await,
                 Err(error) => Err(error),
             };
             return match done {

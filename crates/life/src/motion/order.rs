@@ -2,8 +2,11 @@
 //!
 //! An order is the name of an export, so any link that carries NBD carries it, and it is answered when the export is chosen: who goes on has the
 //! image as an export then, and who finishes knows that it has its name, durably. Each may be given again at any time.
+//!
+//! Some servers, nbdkit among them, have one export and take any name for it: there every order finds something. So an order that gives no image
+//! finds an export that says who has answered ([`ANSWER`]).
 
-use spile_core::Locator;
+use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreOffset, Via};
 use spile_image::layer::Identity;
 
 use crate::jobs::note::{from_hex, to_hex};
@@ -29,6 +32,15 @@ pub enum Order {
     Ask {
         /// The identity of the move.
         id: Identity,
+    },
+    /// The disk comes back: the old image that it has left here by the move `of` is the half of this move, when nobody has written to it since.
+    Back {
+        /// The identity of the move.
+        id: Identity,
+        /// That of the move by which the disk went.
+        of: Identity,
+        /// The disk's size.
+        size_bytes: u64,
     },
     /// A file is to be there, empty and of so many bytes, for what has changed of this move's disk.
     Marks {
@@ -59,6 +71,28 @@ pub enum Order {
     },
 }
 
+/// The length of the export that is the answer to an order which was obeyed.
+pub const ANSWER_BYTES: u64 = 4096;
+
+/// The answer begins so.
+pub const ANSWER: &str = "spile receive has done what it was told\n";
+
+/// Gives the order that is at `at`, and hears that it was obeyed.
+///
+/// # Errors
+/// `NotFound` where there is no `spile receive`; what that says of an order that it refuses; the system's.
+pub(super) async fn give<F: Files>(files: &F, at: &Locator) -> Result<()> {
+    let answer = files.open(at, OpenMode::ReadOnly).await?;
+    let bytes = Segments::zeroed(ANSWER_BYTES as usize);
+    if answer.len_bytes() == ANSWER_BYTES {
+        answer.read_at(StoreOffset(0), &bytes, Via::Direct).await?;
+    }
+    match bytes.to_vec().starts_with(ANSWER.as_bytes()) {
+        true => Ok(()),
+        false => Err(Error::new(ErrorKind::NotFound, format!("{at}: the server there is no `spile receive`"))),
+    }
+}
+
 /// Orders begin so. No disk is called so: a name has no `/`.
 const PREFIX: &str = ".spile-receive/";
 
@@ -69,6 +103,9 @@ impl Order {
             Self::Begin { id, size_bytes } => format!("{PREFIX}begin/{}/{size_bytes}/{name}", to_hex(*id)),
             Self::GoOn { id, link } => format!("{PREFIX}go-on/{}/{}/{name}", to_hex(*id), to_hex(*link)),
             Self::Ask { id } => format!("{PREFIX}ask/{}/{name}", to_hex(*id)),
+            Self::Back { id, of, size_bytes } => {
+                format!("{PREFIX}back/{}/{}/{size_bytes}/{name}", to_hex(*id), to_hex(*of))
+            }
             Self::Marks { id, len_bytes } => format!("{PREFIX}marks/{}/{len_bytes}/{name}", to_hex(*id)),
             Self::Marked { id } => format!("{PREFIX}marked/{}/{name}", to_hex(*id)),
             Self::HandOver { id } => format!("{PREFIX}hand-over/{}/{name}", to_hex(*id)),
@@ -92,6 +129,11 @@ impl Order {
                 Some((Self::GoOn { id, link: Identity(from_hex(link)?) }, name))
             }
             "ask" => Some((Self::Ask { id }, rest)),
+            "back" => {
+                let (of, rest) = rest.split_once('/')?;
+                let (size, name) = rest.split_once('/')?;
+                Some((Self::Back { id, of: Identity(from_hex(of)?), size_bytes: size.parse().ok()? }, name))
+            }
             "marks" => {
                 let (len, name) = rest.split_once('/')?;
                 Some((Self::Marks { id, len_bytes: len.parse().ok()? }, name))
@@ -149,9 +191,10 @@ mod tests {
         let go_on = Order::GoOn { id: ID, link: Identity([0x3c; 16]) };
         let begin = Order::Begin { id: ID, size_bytes: 1 << 30 };
         let (marks, marked) = (Order::Marks { id: ID, len_bytes: 4 << 20 }, Order::Marked { id: ID });
+        let back = Order::Back { id: ID, of: Identity([0x5e; 16]), size_bytes: 9 << 20 };
         let plain =
             [Order::Ask { id: ID }, Order::HandOver { id: ID }, Order::Finish { id: ID }, Order::Drop { id: ID }];
-        for order in plain.into_iter().chain([begin, go_on, marks, marked]) {
+        for order in plain.into_iter().chain([begin, go_on, marks, marked, back]) {
             assert_eq!(Order::of_export(&order.export("a b.vhd")), Some((order, "a b.vhd")));
         }
         let hex = "a7".repeat(16);

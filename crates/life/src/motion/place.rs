@@ -12,7 +12,7 @@ use spile_image::layer::{Identity, Layer};
 use spile_image::{Broken, Format, Graph, OpenOptions};
 
 use super::note::{Moved, is_free, refuse_taken};
-use super::order::Order;
+use super::order::{self, Order};
 use super::pauses::Pauses;
 use super::received::IS_WHOLE;
 use super::{Move, old_image};
@@ -170,9 +170,9 @@ impl Place {
             self.be_taken_in(id);
             // A copy that got its name while the process before ended is somebody's disk by now.
             if let Some(order) = self.order(|id| Order::Ask { id }) {
-                match work.files.open(&order, OpenMode::ReadWrite).await {
+                match order::give(work.files, &order).await {
                     Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-                    asked => drop(asked?),
+                    asked => asked?,
                 }
             }
         }
@@ -210,7 +210,7 @@ impl Place {
     }
 
     /// The other host takes this disk in, by the move `id`.
-    fn be_taken_in(&mut self, id: Identity) {
+    pub fn be_taken_in(&mut self, id: Identity) {
         self.taken_in.set(Some(id));
         self.moved.finish = self.order(|id| Order::Finish { id });
     }
@@ -247,7 +247,7 @@ impl Place {
         self.be_taken_in(id);
         // Made by an order of its own: a link that is cut and made again must not find a new half in the place of one that is gone.
         let begun = match self.order(|id| Order::Begin { id, size_bytes: source.size_bytes() }) {
-            Some(order) => work.files.open(&order, OpenMode::ReadWrite).await.map(drop),
+            Some(order) => order::give(work.files, &order).await,
             None => Err(Error::new(ErrorKind::NotFound, "the export has no name")),
         };
         match begun {
@@ -282,9 +282,9 @@ impl Place {
         Some((self.order(|id| Order::Marks { id, len_bytes })?, self.order(|id| Order::Marked { id })?))
     }
 
-    /// True when the place is at a host that takes this disk in.
-    pub fn is_taken_in(&self) -> bool {
-        self.taken_in.get().is_some()
+    /// The move, as the other host knows it that takes this disk in.
+    pub fn taken_in(&self) -> Option<Identity> {
+        self.taken_in.get()
     }
 
     /// Tells a host that takes disks in that its image may be the disk from now on: once for all attempts of a hand-over.
@@ -295,7 +295,7 @@ impl Place {
         let Some(order) = self.order(|id| Order::HandOver { id }).filter(|_| !self.is_told.get()) else {
             return Ok(());
         };
-        drop(work.files.open(&order, OpenMode::ReadWrite).await?);
+        order::give(work.files, &order).await?;
         self.is_told.set(true);
         Ok(())
     }
@@ -307,7 +307,7 @@ impl Place {
     pub async fn take_copy_back<F: Files>(&self, work: &Work<'_, F>) -> Result<bool> {
         self.drop_there(work).await;
         let Some(order) = self.order(|id| Order::Ask { id }) else { return Ok(false) };
-        let asked = pin!(work.files.open(&order, OpenMode::ReadWrite));
+        let asked = pin!(order::give(work.files, &order));
         let unknown = match select(asked, work.timer.sleep(DROP_PATIENCE)).await {
             Either::Left((Err(error), _)) if error.kind() == ErrorKind::NotFound => return Ok(false),
             Either::Left((Err(error), _)) if error.to_string().contains(IS_WHOLE) => return Ok(true),
@@ -328,11 +328,8 @@ impl Place {
         let Some(order) = &self.moved.finish else { return Ok(()) };
         let pauses = Pauses::new();
         loop {
-            match work.files.open(order, OpenMode::ReadWrite).await {
-                Ok(there) => {
-                    drop(there);
-                    return Ok(());
-                }
+            match order::give(work.files, order).await {
+                Ok(()) => return Ok(()),
                 Err(error) => tell(&error),
             }
             pauses.pass(work).await?;
@@ -342,7 +339,7 @@ impl Place {
     /// Has a host that takes disks in remove the half-made image of a move that was cancelled. When it does not answer soon, it keeps that, and knows it.
     pub async fn drop_there<F: Files>(&self, work: &Work<'_, F>) {
         let Some(order) = self.order(|id| Order::Drop { id }) else { return };
-        let _either = select(pin!(work.files.open(&order, OpenMode::ReadWrite)), work.timer.sleep(DROP_PATIENCE)).await;
+        let _either = select(pin!(order::give(work.files, &order)), work.timer.sleep(DROP_PATIENCE)).await;
     }
 
     /// Removes the half of a process before, when the move is given up before that could be opened.

@@ -10,7 +10,10 @@
 //! 1. [`MARK`] is begun before the first block is read. Marks are durable before the data that they stand for.
 //! 2. The note names a place in the disk only when all before it was copied, and a flush of the half that began after that has ended.
 //! 3. The note names the half. It is forgotten before there can be another half that could be taken for this one.
-//! 4. Who goes on compares the half with the note, and asks whether the marks are known. In any doubt all is copied anew, into a new half.
+//! 4. [`MARK`] moves forward, so that a copy that is kept in step for long does not have all to copy again that has changed since it began: changes are
+//!    noted under [`NEXT`], too. All that was marked in the mirror when that has begun is copied, and the half flushed. Then [`NEXT`] takes the place of [`MARK`], in one
+//!    step.
+//! 5. Who goes on compares the half with the note, and asks whether the marks are known. In any doubt all is copied anew, into a new half.
 
 use std::cell::{Cell, RefCell};
 use std::path::PathBuf;
@@ -20,13 +23,30 @@ use spile_core::{Error, Files};
 
 use crate::jobs::Plan;
 use crate::jobs::note::{Copied, Note};
-use crate::work::Work;
+use crate::work::{Marks, Work};
 
 /// What the disk's changes are noted under while it is moved. No user can give that name.
 pub(super) const MARK: &str = "\u{1}move";
 
+/// What is to take the place of [`MARK`].
+const NEXT: &str = "\u{1}move-next";
+
+/// How often [`MARK`] moves forward, at most.
+const FORWARD_EVERY: Duration = Duration::from_secs(5);
+
+/// It moves forward only when so many times less was copied since than what is noted of a copy at once: 4 MiB.
+const FORWARD_SHARE: u64 = 64;
+
 /// How often the note is written anew, at most.
 const NOTED_EVERY: Duration = Duration::from_secs(1);
+
+/// Nothing is noted for a move any more.
+///
+/// # Errors
+/// The system's.
+pub(super) async fn forget_marks(marks: &dyn Marks) -> Result<(), Error> {
+    marks.end(NEXT).await.and(marks.end(MARK).await)
+}
 
 /// How far a copy is.
 pub(super) struct Progress {
@@ -39,6 +59,9 @@ pub(super) struct Progress {
     /// The same, as the note says it: it is durable.
     noted_bytes: Cell<u64>,
     noted_ns: Cell<u64>,
+    /// When [`MARK`] began, or moved forward; and how much had been copied then.
+    forward_ns: Cell<u64>,
+    forward_bytes: Cell<u64>,
 }
 
 impl Progress {
@@ -50,6 +73,8 @@ impl Progress {
             reached_bytes: Cell::new(0),
             noted_bytes: Cell::new(0),
             noted_ns: Cell::new(0),
+            forward_ns: Cell::new(0),
+            forward_bytes: Cell::new(0),
         }
     }
 
@@ -126,6 +151,33 @@ impl Progress {
         is_time && self.half.borrow().is_some() && self.noted_bytes.get() < self.reached_bytes.get()
     }
 
+    /// After what time [`MARK`] is to move forward, when `copied_bytes` were copied by now; `None` when it stays where it is.
+    pub fn moves_in<F: Files>(&self, work: &Work<'_, F>, copied_bytes: u64) -> Option<Duration> {
+        let is_much = copied_bytes - self.forward_bytes.get() >= work.sizes.noted_bytes / FORWARD_SHARE;
+        let since = Duration::from_nanos(work.timer.now_ns().saturating_sub(self.forward_ns.get()));
+        (is_much && self.is_noted()).then(|| FORWARD_EVERY.saturating_sub(since))
+    }
+
+    /// Begins to move [`MARK`] forward when it is time for that, and `copied_bytes` were copied by now. True: once all that is marked in the mirror now is
+    /// copied, and the half flushed, [`Progress::moves_forward`] is to be called.
+    pub async fn begins_to_move<F: Files>(&self, work: &Work<'_, F>, copied_bytes: u64) -> bool {
+        let is_time = self.moves_in(work, copied_bytes) == Some(Duration::ZERO);
+        let (Some(marks), true) = (work.marks, is_time) else { return false };
+        let now_ns = work.timer.now_ns();
+        self.forward_ns.set(now_ns);
+        self.forward_bytes.set(copied_bytes);
+        let has_begun = marks.begin(NEXT).await.is_ok();
+        // A loss has taken both names, and the first one does not come back: then all is copied anew by the next process.
+        has_begun && matches!(marks.changed(MARK, 0..0).await, Ok(Some(_)))
+    }
+
+    /// [`MARK`] is what was begun by [`Progress::begins_to_move`]. When that fails, it is where it was.
+    pub async fn moves_forward<F: Files>(&self, work: &Work<'_, F>) {
+        if let Some(marks) = work.marks {
+            let _ = marks.rename(NEXT, MARK).await;
+        }
+    }
+
     /// True when the next process can go on with the half.
     pub fn is_noted(&self) -> bool {
         self.half.borrow().is_some() && self.noted_bytes.get() > 0
@@ -151,7 +203,7 @@ impl Progress {
     /// The system's.
     pub async fn end<F: Files>(&self, work: &Work<'_, F>) -> Result<(), Error> {
         match work.marks {
-            Some(marks) if self.of.is_some() => marks.end(MARK).await,
+            Some(marks) if self.of.is_some() => forget_marks(marks).await,
             _ => Ok(()),
         }
     }

@@ -12,7 +12,9 @@ use spile_image::Format;
 use spile_image::create::NewImage;
 use spile_image::layer::Identity;
 
+use super::back::Left;
 use super::note::{is_free, refuse_taken};
+use super::old_image;
 use super::order::is_name;
 use crate::changes::header::{MOST_FILE_BYTES, PAGE_BYTES};
 use crate::jobs::note::{from_hex, read_text, to_hex, write_text};
@@ -187,6 +189,55 @@ impl<F: Files> Receiver<'_, F> {
         self.make(&disk, id, size_bytes, format).await
     }
 
+    /// The old image that the disk has left here by the move `of`, as the half of the move `id`, by which it comes back. `look` tells what files look like from outside,
+    /// as [`Marks::look`](crate::Marks::look).
+    ///
+    /// # Errors
+    /// `NotFound` when there is none; `Denied` when it, or a parent of it, was written to or replaced since; `Exists` when the disk's name is taken; `Busy` while
+    /// somebody has it open, or another move comes here; the system's.
+    pub async fn take_back(
+        &self,
+        name: &str,
+        (id, of): (Identity, Identity),
+        size_bytes: u64,
+        look: impl AsyncFn(&[PathBuf]) -> Option<String>,
+    ) -> Result<Place> {
+        let disk = self.disk(name)?;
+        let (half, image) = (names::receiving(&disk), old_image(&disk));
+        let left = Left::read(self.files, &disk).await?;
+        let is_meant = |left: &Left| left.id == of && left.image.from == disk && left.image.size_bytes == size_bytes;
+        let left = left.filter(is_meant).ok_or_else(|| no_old_image(&disk))?;
+        refuse_taken(self.files, &disk).await?;
+        let before = Received::read(self.files, &disk).await?.filter(|note| note.state != ReceivedState::Whole);
+        // An answer may not have been heard.
+        let is_taken = match before {
+            Some(note) if note.id != id && !is_free(self.files, &half).await => {
+                let what = format!("a disk of this name is being moved here by another move, {}", to_hex(note.id));
+                return Err(Error::new(ErrorKind::Busy, what).at_path(&disk));
+            }
+            Some(note) => note.id == id && self.is_file(&half, &note).await?,
+            None => false,
+        };
+        let path = if is_taken { &half } else { &image };
+        // Whoever has it open for writing may write to it, and nobody can open it so now.
+        let store = self.files.open(&path.into(), OpenMode::ReadOnly).await?;
+        let images: Vec<_> = [path.clone()].into_iter().chain(left.image.images().into_iter().skip(1)).collect();
+        if look(&images).await.is_none_or(|look| look != left.image.look) {
+            let what = "the old image, or a parent of it, was written to or replaced since the disk has left";
+            return Err(Error::new(ErrorKind::Denied, what).at_path(path));
+        }
+        if !is_taken {
+            refuse_taken(self.files, &half).await?;
+            self.forget_changes(&disk).await?;
+            let (format, state, file) = (left.image.format, ReceivedState::Half, (self.which)(&store));
+            // In this order: a half has its note.
+            Received { id, size_bytes, format, state, file }.write(self.files, &disk).await?;
+            self.files.rename(&image, &half).await?;
+        }
+        drop(store);
+        Ok(Place { path: half, format: left.image.format, size_bytes })
+    }
+
     /// Refuses to go on with the copy of the move `id` when that is whole: it has its name, and whoever is here may use it. Whoever asks has the
     /// disk at its old place: the image here is half a copy of it.
     ///
@@ -356,7 +407,8 @@ impl<F: Files> Receiver<'_, F> {
         if self.is_file(&half, &note).await? {
             self.files.remove(&half).await?;
         }
-        // Nobody reads it any more.
+        // Nobody reads these any more.
+        let _ = remove_if_there(self.files, &names::left(&disk)).await;
         let _ = remove_if_there(self.files, &names::new_changes(&disk)).await;
         if let Some(store) = open {
             store.set_path(&disk);
@@ -452,6 +504,10 @@ fn is_whole(disk: &Path) -> Error {
 
 fn no_such_move(disk: &Path) -> Error {
     Error::new(ErrorKind::NotFound, "there is no image of this move here").at_path(disk)
+}
+
+fn no_old_image(disk: &Path) -> Error {
+    Error::new(ErrorKind::NotFound, "there is no old image that this disk has left here").at_path(disk)
 }
 
 fn no_such_disk(disk: &Path) -> Error {

@@ -10,6 +10,7 @@ use spile_core::{Error, ErrorKind, Result, ResultExt};
 use spile_life::backup::{Digests, PIECE_BYTES, digest_of};
 use spile_store::OsFiles;
 
+use super::target::Since;
 use crate::new_file::folder_of;
 
 /// The version that this program writes.
@@ -45,6 +46,9 @@ pub struct Manifest {
     /// When that checkpoint was made, in seconds since 1970 UTC: another one of its name is not meant.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub checkpoint_unix_s: Option<u64>,
+    /// Which disk that checkpoint is of, wherever the disk goes: as its file of changed blocks says it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk_id: Option<String>,
     /// The checkpoint since which it has the changes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub since: Option<String>,
@@ -77,6 +81,7 @@ impl Manifest {
             point_in_time_unix_s,
             checkpoint: None,
             checkpoint_unix_s: None,
+            disk_id: None,
             since: None,
             parent: None,
             piece_bytes: PIECE_BYTES,
@@ -187,17 +192,20 @@ impl Manifest {
         Ok(format!("{:016x}", digest_of(&Self { checksum: None, ..self.clone() }.text()?)))
     }
 
-    /// Refuses a backup that changes since the checkpoint `since` of the disk at `disk`, which was made at `made_unix_s`, cannot make newer.
+    /// Refuses a backup that the changes `since` a checkpoint cannot make newer.
     ///
     /// # Errors
     /// `InvalidInput`.
-    pub fn check_since(&self, disk: &str, since: &str, made_unix_s: u64) -> Result<()> {
+    pub fn check_since(&self, since: &Since) -> Result<()> {
+        let Since { disk, disk_id, name: since, made_unix_s } = since;
+        // A disk that was moved is the same one.
+        let is_moved = disk_id.is_some() && self.disk_id == *disk_id;
         let has = |name: &str| format!("the backup is of the checkpoint {name:?}");
         let what = match &self.checkpoint {
-            _ if self.disk != disk => format!("the backup is of another disk, {}", self.disk),
+            _ if self.disk != *disk && !is_moved => format!("the backup is of another disk, {}", self.disk),
             None => "the backup was made without a checkpoint".to_owned(),
             Some(name) if name != since => has(name),
-            Some(name) if self.checkpoint_unix_s != Some(made_unix_s) => {
+            Some(name) if self.checkpoint_unix_s != Some(*made_unix_s) => {
                 format!("{}, and the disk has another one of that name by now", has(name))
             }
             Some(_) => return Ok(()),

@@ -154,7 +154,12 @@ async fn open_targets(backups: &[Backup], options: &Options) -> Result<Vec<Targe
             None => None,
             Some(name) => {
                 let made_unix_s = since::made_at(backup, name).await?;
-                Some(Since { disk: crate::disks::label(&backup.disk), name: name.clone(), made_unix_s })
+                let disk_id = match &backup.checkpoints {
+                    Some(checkpoints) => since::disk_id(checkpoints).await,
+                    None => None,
+                };
+                let disk = crate::disks::label(&backup.disk);
+                Some(Since { disk, disk_id, name: name.clone(), made_unix_s })
             }
         };
         wanted.push((backup.target.clone(), backup.node.size_bytes(), since));

@@ -82,6 +82,11 @@ fn with_checkpoints<'a>(
     })
 }
 
+/// Which disk these are the checkpoints of, as manifests say it.
+pub(super) async fn disk_id(checkpoints: &Checkpoints) -> Option<String> {
+    checkpoints.disk_id().await.map(|id| format!("{:032x}", u128::from_be_bytes(id)))
+}
+
 /// The checkpoints that a backup has to do with.
 #[derive(Clone)]
 pub(super) struct Names {
@@ -103,6 +108,7 @@ impl Names {
         if let Some(name) = &self.made {
             manifest.checkpoint_unix_s = Some(checkpoints.made_at(name).await?);
             manifest.checkpoint = Some(name.clone());
+            manifest.disk_id = disk_id(checkpoints).await;
         }
         let Some(since) = &self.since else { return Ok(None) };
         manifest.since = Some(since.clone());

@@ -44,6 +44,8 @@ pub(super) fn is_device(path: &Path) -> bool {
 pub struct Since {
     /// The path of the disk.
     pub disk: String,
+    /// Which disk it is, wherever it goes.
+    pub disk_id: Option<String>,
     /// The checkpoint.
     pub name: String,
     /// When it was made, in seconds since 1970 UTC.
@@ -210,7 +212,7 @@ impl TargetSpec {
         let label = older.clone();
         let read = move || {
             let manifest = Manifest::read_whole(&older)?;
-            manifest.check_since(&since.disk, &since.name, since.made_unix_s).at_path(&older)?;
+            manifest.check_since(&since).at_path(&older)?;
             manifest.digests()
         };
         let digests = run_blocking(&label, read).await?;

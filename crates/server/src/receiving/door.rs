@@ -1,7 +1,7 @@
 //! [`Door`]: where clients ask for disks, and the other hosts give their orders.
 
 use std::any::Any;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
 
@@ -12,6 +12,7 @@ use spile_life::motion::{Order, ReceivedState};
 use spile_store::{LINK_CONTEXT, READER_CONTEXT};
 
 use super::house::{House, Lease, Room, Use, Who};
+use crate::look;
 use crate::serving::disks::ServedDisk;
 
 /// Where clients ask for disks.
@@ -70,7 +71,7 @@ pub(super) fn who(wanted: &Wanted) -> Option<Who> {
 }
 
 impl Door {
-    /// Does what an order asks for that needs no link. Whoever gave it finds an export in which nothing is: that it is there is the answer.
+    /// Does what an order asks for that needs no link. Whoever gave it finds an export that says so.
     async fn obey(&self, room: &Arc<Room>, order: Order) -> Result<Found<ServedDisk>> {
         let _alone = room.alone().await?;
         let (house, name) = (&self.0, room.name.as_str());
@@ -80,6 +81,10 @@ impl Door {
             Order::Begin { id, size_bytes } => {
                 refuse_link(&receiver.disk(name)?)?;
                 receiver.begin(name, id, size_bytes).await.map_err(refused)?;
+            }
+            Order::Back { id, of, size_bytes } => {
+                let look = async |paths: &[PathBuf]| look::of_old_image(paths).await;
+                receiver.take_back(name, (id, of), size_bytes, look).await.map_err(refused)?;
             }
             // Each has a method of its own.
             Order::GoOn { .. } | Order::Marks { .. } | Order::Marked { .. } | Order::Finish { .. } => {}

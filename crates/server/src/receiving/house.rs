@@ -8,13 +8,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use futures_util::future::{Either, select};
-use spile_core::{Disk as _, Error, ErrorKind, Locator, Result};
+use spile_core::{Disk as _, Error, ErrorKind, Extent, Locator, Result, Segments};
 use spile_engine::{Engine, sleep};
 use spile_front::Peer;
 use spile_front_nbd::{Export, Found, Server as NbdServer, ServerConfig};
 use spile_image::layer::Identity;
 use spile_image::{Format, Graph, OpenOptions};
-use spile_life::motion::ReceivedPlace;
+use spile_life::motion::{ANSWER, ANSWER_BYTES, ReceivedPlace};
 use spile_node::{Node, Policy};
 use spile_store::HostStore;
 
@@ -34,9 +34,6 @@ const BUSY_PAUSE: Duration = Duration::from_millis(20);
 /// So many links that have ended are remembered.
 const MOST_ENDED_LINKS: usize = 1024;
 
-/// The size of the export that is the answer to an order.
-const ANSWER_BYTES: u64 = 4096;
-
 /// All that is received.
 pub(super) struct House {
     pub folder: PathBuf,
@@ -44,7 +41,7 @@ pub(super) struct House {
     engine: Engine,
     /// How the servers of one disk are made: their clients have come through the gate.
     nbd: ServerConfig,
-    /// An export in which nothing is.
+    /// An export that says who has answered, and nothing else.
     answer: Arc<NbdServer<ServedDisk>>,
     rooms: Mutex<HashMap<String, Arc<Room>>>,
     links: Mutex<Links>,
@@ -250,13 +247,17 @@ impl Room {
 impl House {
     pub fn new(folder: PathBuf, access: Access, engine: Engine, nbd: ServerConfig) -> Result<Self> {
         let cache = access.cache;
-        let nothing = engine.run_on(0, move || async move {
+        let said = engine.run_on(0, move || async move {
             let options = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
             let graph = disks::open_keeping(cache, &Locator::Mem(ANSWER_BYTES), &options).await?;
             graph.begin();
-            Ok::<_, Error>(Arc::new(node(graph)))
+            let disk = node(graph);
+            let mut words = ANSWER.as_bytes().to_vec();
+            words.resize(ANSWER_BYTES as usize, 0);
+            disk.write(Extent::from_range(0..ANSWER_BYTES), &Segments::copied(&words), false).await?;
+            Ok::<_, Error>(Arc::new(disk))
         })?;
-        let answer = Arc::new(server(&engine, &nbd, "answer", &nothing, false)?);
+        let answer = Arc::new(server(&engine, &nbd, "answer", &said, true)?);
         let (rooms, links) = Default::default();
         Ok(Self { folder, access, engine, nbd, answer, rooms, links })
     }

@@ -1,0 +1,344 @@
+//! The way back of a disk that went to another host: only what has changed since goes, onto the old image, and only when that is as it was left.
+
+mod common;
+
+use std::fs;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use common::moves::full;
+use common::nbd::Client;
+use common::{Served, eventually, have, json, ok, spile};
+use serde_json::Value;
+use spile_core::ErrorKind;
+
+const MIB: usize = 1 << 20;
+const BLOCK: u64 = 64 << 10;
+
+fn serve(dir: &Path, disk: &str) -> Served {
+    let mut command = spile();
+    command.args(["serve", disk, "--nbd", "unix:n"]).current_dir(dir);
+    Served::spawn(&mut command, dir.join("n")).unwrap_or_else(|err| panic!("serve {disk}: {err}"))
+}
+
+/// A host that takes disks in for `folder`.
+fn receive(dir: &Path, folder: &str) -> Served {
+    let (mut command, socket) = (spile(), dir.join(format!("{folder}.nbd")));
+    command.args(["receive", folder, "--nbd", &format!("unix:{folder}.nbd")]).current_dir(dir).stdout(Stdio::null());
+    let there = Served { child: command.spawn().unwrap(), socket };
+    eventually("it answers", || UnixStream::connect(&there.socket).is_ok());
+    there
+}
+
+fn to(dir: &Path, folder: &str, name: &str) -> String {
+    format!("nbd+unix:///{name}.raw?socket={}", dir.join(format!("{folder}.nbd")).display())
+}
+
+fn job(dir: &Path, disk: &str) -> Value {
+    let jobs = json(dir, &["jobs"]);
+    let found = jobs["jobs"].as_array().unwrap().iter().rfind(|job| job["disk"] == disk);
+    found.unwrap_or_else(|| panic!("{disk} has no job: {jobs}")).clone()
+}
+
+/// Waits until nobody has the disk open.
+fn let_go(dir: &Path, disk: &str) {
+    let mut checks = spile();
+    checks.args(["check", disk]).current_dir(dir);
+    eventually("nobody has it open any more", || checks.output().unwrap().status.success());
+}
+
+/// Both sides of a disk that goes to and fro, and what it holds.
+struct World {
+    dir: tempfile::TempDir,
+    name: &'static str,
+    bytes: Vec<u8>,
+    value: u8,
+}
+
+impl World {
+    /// The disk lies in `old`, full, and both hosts take disks in.
+    fn new(name: &'static str) -> (Self, Served, Served) {
+        let (dir, bytes) = full(name, "there");
+        let (old, there) = (receive(dir.path(), "old"), receive(dir.path(), "there"));
+        (Self { dir, name, bytes, value: 200 }, old, there)
+    }
+
+    fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    fn disk(&self, folder: &str) -> String {
+        format!("{folder}/{}.raw", self.name)
+    }
+
+    fn write(&mut self, served: &Served, at: usize) {
+        self.value = self.value % 250 + 1;
+        let (client, page) = (Client::connect(&served.uri()).unwrap(), [self.value; 4096]);
+        client.write(at as u64, &page, self.value.is_multiple_of(2)).unwrap();
+        self.bytes[at..at + 4096].fill(self.value);
+    }
+
+    /// Moves the disk, which `served` has, to `folder` of the other host, and writes once it is there: how many bytes were copied.
+    fn go(&mut self, served: Served, folder: &str) -> u64 {
+        let to = to(self.dir(), folder, self.name);
+        let moved = json(self.dir(), &["move", self.name, "--to", &to, "--wait"]);
+        assert!(moved["state"] == "done" && moved["motion"]["trouble"].is_null(), "{moved}");
+        self.write(&served, 41 * MIB);
+        assert!(served.terminate().success());
+        let_go(self.dir(), &self.disk(folder));
+        moved["done_bytes"].as_u64().unwrap()
+    }
+
+    fn assert_is_in(&self, folder: &str) {
+        assert!(fs::read(self.dir().join(self.disk(folder))).unwrap() == self.bytes, "what was acknowledged is lost");
+    }
+}
+
+#[test]
+fn each_way_sends_only_what_has_changed_since() {
+    let (mut world, old, there) = World::new("back-fro");
+    let mut served = serve(world.dir(), &world.disk("old"));
+    ok(world.dir(), &["checkpoint", "back-fro", "then"]);
+    world.write(&served, MIB);
+    assert!(world.go(served, "there") >= 48 << 20);
+    for (from, folder) in [("there", "old"), ("old", "there"), ("there", "old")] {
+        served = serve(world.dir(), &world.disk(from));
+        world.write(&served, 20 * MIB);
+        // What a killed server has noted counts.
+        served.kill();
+        served = serve(world.dir(), &world.disk(from));
+        world.write(&served, 30 * MIB);
+        let copied = world.go(served, folder);
+        println!("to {folder}: {copied} bytes");
+        assert!(copied <= 5 * BLOCK, "{copied} bytes were copied to {folder}");
+        world.assert_is_in(folder);
+        assert!(!world.dir().join(format!("{folder}/back-fro.moved.raw")).exists());
+    }
+    let told = json(world.dir(), &["changed", &world.disk("old"), "--since", "then"]);
+    assert_eq!(told["changed_bytes"], 4 * BLOCK, "{told}");
+    assert!(told["warning"].is_null() && old.terminate().success() && there.terminate().success());
+}
+
+#[test]
+fn a_way_back_goes_on_over_kills_of_either_side() {
+    let (mut world, mut old, there) = World::new("back-kill");
+    let served = serve(world.dir(), &world.disk("old"));
+    world.go(served, "there");
+    let mut served = serve(world.dir(), &world.disk("there"));
+    for number in 0..32 {
+        world.write(&served, number * MIB);
+    }
+    let uri = to(world.dir(), "old", world.name);
+    let begun = json(world.dir(), &["move", "back-kill", "--to", &uri, "--rate", "256K"]);
+    eventually("it has begun", || !world.dir().join("old/back-kill.moved.raw").exists());
+    old.kill();
+    old = receive(world.dir(), "old");
+    eventually("it goes on", || job(world.dir(), "back-kill")["motion"]["failing_for_s"].is_null());
+    assert_eq!(job(world.dir(), "back-kill")["id"], begun["id"]);
+    served.kill();
+    served = serve(world.dir(), &world.disk("there"));
+    world.write(&served, 33 * MIB);
+    ok(world.dir(), &["job", job(world.dir(), "back-kill")["id"].as_str().unwrap(), "rate", "none"]);
+    eventually("it is done", || job(world.dir(), "back-kill")["state"] == "done");
+    let job = job(world.dir(), "back-kill");
+    assert!(job["done_bytes"].as_u64() <= Some(36 * BLOCK), "{job}");
+    assert!(served.terminate().success());
+    let_go(world.dir(), &world.disk("old"));
+    world.assert_is_in("old");
+    assert!(old.terminate().success() && there.terminate().success());
+}
+
+#[test]
+fn an_old_image_that_is_not_as_it_was_left_stays_and_all_is_copied() {
+    let (mut world, old, there) = World::new("back-other");
+    let mut served = serve(world.dir(), &world.disk("old"));
+    world.go(served, "there");
+    let image = world.dir().join("old/back-other.moved.raw");
+    let left = fs::read(&image).unwrap();
+    let touch = |content: &[u8]| fs::write(&image, content).unwrap();
+    let mut other = left.clone();
+    other[9 * MIB..10 * MIB].fill(0);
+    touch(&other);
+    served = serve(world.dir(), &world.disk("there"));
+    assert!(world.go(served, "old") >= 48 << 20);
+    world.assert_is_in("old");
+    assert!(fs::read(&image).unwrap() == other, "an image of somebody was written to");
+    fs::remove_file(&image).unwrap();
+    // And there, where what has changed is not known any more.
+    fs::remove_file(world.dir().join("old/.back-other.raw.spile-changes")).unwrap();
+    served = serve(world.dir(), &world.disk("old"));
+    assert!(world.go(served, "there") >= 48 << 20);
+    world.assert_is_in("there");
+    assert!(old.terminate().success() && there.terminate().success());
+}
+
+#[test]
+fn an_old_image_that_has_a_child_by_now_stays() {
+    let (world, old, there) = World::new("back-child");
+    let dir = world.dir();
+    ok(dir, &["convert", "old/back-child.raw", "old/disk.vhd"]);
+    let uri = |folder: &str| to(dir, folder, "disk").replace("disk.raw", "disk.vhd");
+    ok(dir, &["move", "old/disk.vhd", "--to", &uri("there")]);
+    let_go(dir, "there/disk.vhd");
+    ok(dir, &["create", "old/child.vhd", "--parent", "old/disk.moved.vhd"]);
+    let moved = json(dir, &["move", "there/disk.vhd", "--to", &uri("old")]);
+    assert!(moved["done_bytes"].as_u64() >= Some(48 << 20), "{moved}");
+    ok(dir, &["compare", "old/child.vhd", "old/back-child.raw"]);
+    assert!(dir.join("old/disk.moved.vhd").exists());
+    // And on one host.
+    fs::create_dir(dir.join("away")).unwrap();
+    ok(dir, &["convert", "old/back-child.raw", "old/near.vhd"]);
+    ok(dir, &["move", "old/near.vhd", "--to", "away"]);
+    ok(dir, &["create", "old/other.vhd", "--parent", "old/near.moved.vhd"]);
+    let moved = json(dir, &["move", "away/near.vhd", "--to", "old"]);
+    assert!(moved["done_bytes"].as_u64() >= Some(48 << 20), "{moved}");
+    ok(dir, &["compare", "old/other.vhd", "old/back-child.raw"]);
+    assert!(old.terminate().success() && there.terminate().success());
+}
+
+/// When the hidden mark of the disk's move was begun, in seconds since 1970, as the file of changed blocks says it.
+fn mark_began(dir: &Path, name: &str) -> u64 {
+    let file = fs::read(dir.join(format!("old/.{name}.raw.spile-changes"))).unwrap();
+    let number = |at: usize, len: usize| file[at..at + len].iter().rev().fold(0, |n, byte| n << 8 | u64::from(*byte));
+    let intervals = (0..number(84, 4) as usize).map(|interval| 256 + 128 * interval);
+    let mark = intervals.into_iter().find(|at| file[at + 40..at + 40 + file[at + 29] as usize] == *b"\x01move");
+    number(mark.expect("the move has its mark") + 16, 8)
+}
+
+#[test]
+fn a_copy_that_was_in_step_for_long_sends_only_what_has_changed_lately() {
+    let (mut world, old, there) = World::new("back-step");
+    let mut served = serve(world.dir(), &world.disk("old"));
+    let uri = to(world.dir(), "there", world.name);
+    json(world.dir(), &["move", "back-step", "--to", &uri, "--mirror-only"]);
+    eventually("it is in step", || job(world.dir(), "back-step")["motion"]["phase"] == "in step");
+    let begun = mark_began(world.dir(), "back-step");
+    for block in 0..40 * 16 {
+        world.write(&served, block * BLOCK as usize);
+    }
+    let written = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+    eventually("the mark moves forward", || {
+        world.write(&served, 0);
+        mark_began(world.dir(), "back-step") > written.max(begun)
+    });
+    eventually("it is in step", || job(world.dir(), "back-step")["motion"]["lag_bytes"] == 0);
+    served.kill();
+    served = serve(world.dir(), &world.disk("old"));
+    world.write(&served, 47 * MIB);
+    eventually("it goes on", || job(world.dir(), "back-step")["motion"]["phase"] == "in step");
+    let resumed = job(world.dir(), "back-step");
+    println!("{resumed}");
+    assert!(resumed["done_bytes"].as_u64() <= Some(8 << 20), "{resumed}");
+    ok(world.dir(), &["job", resumed["id"].as_str().unwrap(), "finish"]);
+    eventually("it is done", || job(world.dir(), "back-step")["state"] == "done");
+    assert!(served.terminate().success() && old.terminate().success() && there.terminate().success());
+    world.assert_is_in("there");
+}
+
+/// Gives an order by hand: true when the host of `folder` has obeyed it.
+fn is_obeyed(dir: &Path, folder: &str, order: &str) -> bool {
+    let uri = format!("nbd+unix:///.spile-receive/{order}?socket={}", dir.join(format!("{folder}.nbd")).display());
+    let mut said = [0; 22];
+    match Client::connect(&uri.parse().unwrap()) {
+        Ok(answer) => answer.read(0, &mut said).unwrap(),
+        Err(error) => {
+            println!("{order}: {error}");
+            assert_ne!(error.kind(), ErrorKind::NotFound, "a refusal is no sign of another server: {error}");
+        }
+    }
+    said == *b"spile receive has done"
+}
+
+#[test]
+fn an_old_image_is_taken_by_its_own_move_only_and_only_as_it_was_left() {
+    let (mut world, old, there) = World::new("back-hand");
+    let served = serve(world.dir(), &world.disk("old"));
+    world.go(served, "there");
+    let dir = world.dir();
+    let [image, half, aside] =
+        ["back-hand.moved.raw", ".back-hand.raw.spile-receiving", "aside"].map(|name| dir.join("old").join(name));
+    let note = fs::read_to_string(dir.join("old/.back-hand.raw.spile-left")).unwrap();
+    let of = note.lines().next().unwrap().strip_prefix("move ").unwrap();
+    let [id, other] = ["a1".repeat(16), "b2".repeat(16)];
+    let back = |id: &str, of: &str, size: usize| is_obeyed(dir, "old", &format!("back/{id}/{of}/{size}/back-hand.raw"));
+    assert!(!back(&id, &other, 48 * MIB) && !back(&id, of, 49 * MIB));
+    fs::hard_link(&image, &aside).unwrap();
+    assert!(!back(&id, of, 48 * MIB), "what has another name, too, is not to be written to");
+    fs::remove_file(&aside).unwrap();
+    // A copy of the same bytes and times, and a link to the image itself.
+    fs::rename(&image, &aside).unwrap();
+    fs::copy(&aside, &image).unwrap();
+    let written = aside.metadata().unwrap().modified().unwrap();
+    fs::File::options().write(true).open(&image).unwrap().set_modified(written).unwrap();
+    assert!(!back(&id, of, 48 * MIB));
+    fs::remove_file(&image).unwrap();
+    std::os::unix::fs::symlink(&aside, &image).unwrap();
+    assert!(!back(&id, of, 48 * MIB) && aside.exists());
+    fs::rename(&aside, &image).unwrap();
+    assert!(image.exists() && !half.exists());
+    // The answer is not heard, and the host is killed.
+    assert!(back(&id, of, 48 * MIB) && !image.exists() && half.exists());
+    assert!(back(&id, of, 48 * MIB) && !back(&other, of, 48 * MIB));
+    old.kill();
+    let old = receive(dir, "old");
+    // The kernel may still have connected to the one that was killed.
+    eventually("it is obeyed again", || back(&id, of, 48 * MIB));
+    assert!(!back(&other, of, 48 * MIB));
+    // What was taken is not as it was left any more once somebody has written to it.
+    let bytes = fs::read(&half).unwrap();
+    fs::write(&half, &bytes).unwrap();
+    assert!(!back(&id, of, 48 * MIB));
+    assert!(is_obeyed(dir, "old", &format!("begin/{id}/{}/back-hand.raw", 48 * MIB)) && half.exists());
+    assert!(!is_obeyed(dir, "old", &format!("drop/{id}/back-hand.raw")) && !half.exists());
+    assert!(!back(&id, of, 48 * MIB));
+    assert!(old.terminate().success() && there.terminate().success());
+}
+
+#[test]
+fn an_old_image_with_a_parent_is_taken_unless_that_was_written_to() {
+    let (world, old, there) = World::new("back-parent");
+    let dir = world.dir();
+    ok(dir, &["convert", "old/back-parent.raw", "old/parent.vhd"]);
+    ok(dir, &["create", "old/leaf.vhd", "--parent", "old/parent.vhd"]);
+    let go = |from: &str, to_folder: &str| {
+        let uri = to(dir, to_folder, "leaf").replace("leaf.raw", "leaf.vhd");
+        let moved = json(dir, &["move", &format!("{from}/leaf.vhd"), "--to", &uri]);
+        let_go(dir, &format!("{to_folder}/leaf.vhd"));
+        ok(dir, &["compare", &format!("{to_folder}/leaf.vhd"), "old/back-parent.raw"]);
+        moved["done_bytes"].as_u64().unwrap()
+    };
+    assert!(go("old", "there") >= 48 << 20);
+    assert!(go("there", "old") <= BLOCK);
+    assert_eq!(json(dir, &["info", "old/leaf.vhd", "--chain"])["layers"].as_array().unwrap().len(), 2);
+    go("old", "there");
+    let parent = fs::File::options().write(true).open(dir.join("old/parent.vhd")).unwrap();
+    parent.set_modified(std::time::SystemTime::now()).unwrap();
+    assert!(go("there", "old") >= 48 << 20);
+    assert!(old.terminate().success() && there.terminate().success());
+}
+
+#[test]
+fn a_server_that_takes_any_name_is_not_taken_for_the_old_host() {
+    if !have("nbdkit", "a_server_that_takes_any_name_is_not_taken_for_the_old_host") {
+        return;
+    }
+    let (mut world, old, there) = World::new("back-any");
+    let served = serve(world.dir(), &world.disk("old"));
+    ok(world.dir(), &["checkpoint", "back-any", "then"]);
+    world.go(served, "there");
+    assert!(old.terminate().success());
+    let dir = world.dir();
+    fs::write(dir.join("any.raw"), vec![0x77; 48 * MIB]).unwrap();
+    let _ = fs::remove_file(dir.join("old.nbd"));
+    let mut command = Command::new("nbdkit");
+    command.args(["-f", "-U", "old.nbd", "file", "any.raw"]).current_dir(dir);
+    let nbdkit = Served { child: command.spawn().unwrap(), socket: dir.join("old.nbd") };
+    eventually("it answers", || UnixStream::connect(&nbdkit.socket).is_ok());
+    let moved = json(dir, &["move", &world.disk("there"), "--to", &to(dir, "old", world.name)]);
+    assert!(moved["done_bytes"].as_u64() >= Some(48 << 20), "{moved}");
+    assert!(fs::read(dir.join("any.raw")).unwrap() == world.bytes, "the disk holds something else there");
+    assert!(!dir.join("there/.back-any.raw.spile-left").exists());
+    nbdkit.kill();
+    assert!(there.terminate().success());
+}
