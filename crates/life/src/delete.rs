@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use spile_core::{Disk, Error, ErrorKind, Files, Result};
+use spile_core::{Disk, Error, ErrorKind, Files, Locator, OpenMode, Result};
 use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph};
 
@@ -73,22 +73,52 @@ pub async fn remove<F: Files>(
     graph: &Graph<F::Store>,
     list: impl AsyncFn() -> Result<Vec<PathBuf>>,
 ) -> Result<PathBuf> {
-    let (files, leaf) = (tools.files, &graph.handles()[0]);
-    let path = leaf.path().to_owned();
-    refuse_job(files, &path).await?;
-    if let Some(child) = Family::ask(tools, &list().await?).await.children_of(&path)?.first() {
-        let what = format!("{} is a child of this image, and would be of no use without it", child.display());
-        let hint = "merge it into its parent by spile coalesce, or delete the child first; spile tree shows the family";
-        return Err(Error::new(ErrorKind::Denied, what).at_path(&path).hint(hint));
-    }
+    let leaf = &graph.handles()[0];
+    refuse_needed(tools, leaf.path(), list).await?;
     graph.close().await?;
+    remove_file(tools, leaf.path(), leaf.image().store()).await
+}
+
+/// As [`remove`], for an image at `path`, a whole one, whose disk cannot be opened because a parent of it is gone.
+///
+/// # Errors
+/// As [`remove`]'s; and when the file is no image of its format.
+pub async fn remove_orphan<F: Files>(
+    tools: &Tools<'_, F>,
+    path: &Path,
+    format: Option<Format>,
+    list: impl AsyncFn() -> Result<Vec<PathBuf>>,
+) -> Result<PathBuf> {
+    let store = tools.files.open(&Locator::from(path), OpenMode::ReadWrite).await?;
+    described(tools, path, format).await?;
+    refuse_needed(tools, path, list).await?;
+    remove_file(tools, path, &store).await
+}
+
+async fn refuse_needed<F: Files>(
+    tools: &Tools<'_, F>,
+    path: &Path,
+    list: impl AsyncFn() -> Result<Vec<PathBuf>>,
+) -> Result<()> {
+    refuse_job(tools.files, path).await?;
+    let Some(child) = Family::ask(tools, &list().await?).await.children_of(path)?.first().cloned() else {
+        return Ok(());
+    };
+    let what = format!("{} is a child of this image, and would be of no use without it", child.display());
+    let hint = "merge it into its parent by spile coalesce, or delete the child first; spile tree shows the family";
+    Err(Error::new(ErrorKind::Denied, what).at_path(path).hint(hint))
+}
+
+/// Removes the file of `store`, which is at `path`, and what is noted beside it.
+async fn remove_file<F: Files>(tools: &Tools<'_, F>, path: &Path, store: &F::Store) -> Result<PathBuf> {
+    let files = tools.files;
     // The checkpoints first: another disk that gets this path has none of its own.
-    remove_if_there(files, &names::changes(&path)).await?;
-    if !files.is_at(leaf.image().store(), &path).await? {
-        return Err(Error::new(ErrorKind::NotFound, "the image is not at its path any more").at_path(&path));
+    remove_if_there(files, &names::changes(path)).await?;
+    if !files.is_at(store, path).await? {
+        return Err(Error::new(ErrorKind::NotFound, "the image is not at its path any more").at_path(path));
     }
-    files.remove(&path).await?;
-    remove_if_there(files, &names::set(&path)).await?;
-    Gone::remove(files, &path).await?;
-    Ok(path)
+    files.remove(path).await?;
+    remove_if_there(files, &names::set(path)).await?;
+    Gone::remove(files, path).await?;
+    Ok(path.to_owned())
 }

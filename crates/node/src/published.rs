@@ -156,13 +156,14 @@ impl<G: Disk> Published<G> {
         }
     }
 
-    /// As [`Published::enter`], for the request `io` that has nothing to wait for, meets no stage and keeps its shape; else `None`.
+    /// As [`Published::enter`], for the request `io` that has nothing to wait for, meets no stage that sees its result and keeps its shape; else `None`.
     #[inline]
     pub(crate) fn try_enter_free(&self, io: &Io<'_>) -> Option<FreeLease<G>> {
         let is_free = |lease: &Arc<Lease<G>>| match &lease.way {
             Way::Free => true,
             Way::Shaped(shaper) => !shaper.concerns(io),
-            Way::Staged(..) | Way::Limited(..) | Way::Closed => false,
+            Way::Staged(stages, shaper) => stages.are_passed_by(shaper.as_deref(), io),
+            Way::Limited(..) | Way::Closed => false,
         };
         self.try_enter().filter(is_free).map(FreeLease)
     }

@@ -20,6 +20,13 @@ pub type Pending<'a> = Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
 /// A stage is called by dynamic dispatch: only requests that meet one pay for it. One that has nothing to wait for
 /// returns `None`, and then allocates nothing.
 pub trait Stage: Send + Sync + 'static {
+    /// Does for `io` what [`Stage::before`] does, if it waits for nothing and its result concerns nobody here: then the answer is true, and the stage
+    /// is called no more for it. Else the answer is false, and `before` is called: what was done here is done again.
+    fn passes(&self, io: &Io<'_>) -> bool {
+        let _ = io;
+        false
+    }
+
     /// Sees a request before it goes on. `None` lets it go on at once; else it goes on when the future ends, and fails here
     /// when that is with an error.
     fn before<'a>(&'a self, io: Io<'a>) -> Option<Pending<'a>>;
@@ -98,6 +105,14 @@ impl Stages {
 
     pub(crate) fn behind_shape(&self) -> &[Option<Arc<Attached>>] {
         &self.0[Place::BEHIND_SHAPE..]
+    }
+
+    /// True when `io` keeps its shape and has passed all other stages, and its result concerns none of them.
+    // A call of its own: the way of requests that meet no stage stays as short as it is.
+    #[inline(never)]
+    pub(crate) fn are_passed_by(&self, shaper: Option<&Shaper>, io: &Io<'_>) -> bool {
+        shaper.is_none_or(|shaper| !shaper.concerns(io))
+            && self.behind_shape().iter().flatten().all(|attached| attached.stage.passes(io))
     }
 
     /// True when there is none but perhaps the one at [`Place::Limit`].

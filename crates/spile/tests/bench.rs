@@ -490,6 +490,20 @@ fn a_store_that_hangs_leaves_its_neighbour_going() {
 }
 
 #[test]
+fn writes_with_a_checkpoint_are_set_beside_those_without() {
+    let dir = tempfile::tempdir().unwrap();
+    let outcome = json(dir.path(), &["bench", "checkpoint", "--quick"]);
+    assert_host(&outcome);
+    assert_eq!(rows(&outcome).len(), 2);
+    for row in rows(&outcome) {
+        assert_plain(row, &["without_iops", "with_iops", "without_cpu_us", "with_cpu_us"]);
+    }
+    let said = ok(dir.path(), &["bench", "checkpoint", "--quick", "--folder", "."]);
+    assert!(said.contains("promised: 0.99") && said.contains("CPU, us a write"), "{said}");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "the disk is removed");
+}
+
+#[test]
 fn limits_are_measured_beside_their_promises() {
     let dir = tempfile::tempdir().unwrap();
     let outcome = json(dir.path(), &["bench", "limit", "--quick", "--rounds", "2"]);

@@ -344,6 +344,26 @@ fn only_what_nobody_needs_is_deleted() {
 }
 
 #[test]
+fn an_image_whose_parent_is_gone_is_deleted_unless_others_need_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    with_snapshot(dir);
+    ok(dir, &["snapshot", "a.vhd", "--name", "t"]);
+    ok(dir, &["clone", "t.vhd", "b.vhd"]);
+    fs::remove_file(dir.join("s.vhd")).unwrap();
+    fails(dir, 3, &["check", "a.vhd"]);
+    assert!(fails(dir, 1, &["delete", "t.vhd"]).contains("would be of no use without it"));
+    for image in ["a.vhd", "b.vhd", "t.vhd"] {
+        ok(dir, &["delete", image]);
+    }
+    assert!(images(dir).is_empty());
+    assert!(fails(dir, 1, &["delete", "t.vhd"]).contains("cannot be found"));
+    fs::write(dir.join("no.vhd"), "no image").unwrap();
+    fails(dir, 1, &["delete", "no.vhd"]);
+    assert_eq!(images(dir), ["no.vhd"]);
+}
+
+#[test]
 fn a_tree_shows_families_and_who_uses_them() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();

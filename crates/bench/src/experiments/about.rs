@@ -113,6 +113,13 @@ pub const EXPERIMENTS: &[About] = &[
         article: "",
         found: "",
     },
+    About {
+        name: "checkpoint",
+        sentence: "What it costs a guest's writes that changed blocks are tracked: writes a second and processor time, with a checkpoint and \
+                   without.",
+        article: "",
+        found: "",
+    },
 ];
 
 /// What is told of the experiment of that name.

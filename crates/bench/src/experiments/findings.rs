@@ -5,8 +5,8 @@ use serde::de::DeserializeOwned;
 use serde_json::{Error, Value};
 
 use super::{
-    Figures, Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, limit, merge, paths, shape,
-    snapshot, tune, warmup,
+    Figures, Outcome, aggregate, checkpoint, crowd, density, depth, exchange, geometry, hung, layers, limit, merge,
+    paths, shape, snapshot, tune, warmup,
 };
 
 /// What a result file shows.
@@ -35,6 +35,7 @@ const EXPERIMENTS: &[(&str, Show)] = &[
     ("crowd", |json| show_as(json, crowd::figures, crowd::found)),
     ("hung", |json| show_as(json, hung::figures, hung::found)),
     ("limit", |json| show_as(json, limit::figures, limit::found)),
+    ("checkpoint", |json| show_as(json, checkpoint::figures, checkpoint::found)),
 ];
 
 /// What the result file `json` of the experiment of that name shows; `None` when there is no such experiment.

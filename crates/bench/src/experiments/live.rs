@@ -147,6 +147,29 @@ impl Live {
         }
     }
 
+    /// The disk 0 gets a checkpoint of that name.
+    ///
+    /// # Errors
+    /// When it is refused or cannot be made.
+    pub fn checkpoint(&self, checkpoint: &str) -> Result<()> {
+        let path = format!("/v1/disks/{}/checkpoints", name(0));
+        call(&control(&self.folder), "POST", &path, Some(&json!({ "name": checkpoint })), CHANGE_PATIENCE).map(drop)
+    }
+
+    /// The disk 0 loses the checkpoint of that name.
+    ///
+    /// # Errors
+    /// When there is none, or its file cannot be written.
+    pub fn remove_checkpoint(&self, checkpoint: &str) -> Result<()> {
+        let path = format!("/v1/disks/{}/checkpoints/{checkpoint}", name(0));
+        call(&control(&self.folder), "DELETE", &path, None, CHANGE_PATIENCE).map(drop)
+    }
+
+    /// The server's process.
+    pub fn id(&self) -> u32 {
+        self.process.id()
+    }
+
     /// Has a job do its work on the disk 0, and waits for its end, for `patience` at most. `None` when it had not ended by then: it is
     /// cancelled. `each` is called every few milliseconds meanwhile.
     ///

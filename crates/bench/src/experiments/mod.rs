@@ -7,8 +7,8 @@
 //! - Many disks: [`density`] shows what idle ones cost the host, and [`crowd`] what they cost a busy one. [`hung`] has two disks on one worker,
 //!   and shows what the one feels when the other's store stops answering. [`limit`] shows whether limits hold what they promise. [`exchange`] has a disk in this process, and shows what its
 //!   clients feel of an exchange of graphs.
-//! - The life of a disk: [`snapshot`] and [`merge`] show what guests feel while their disks' images are changed. [`live`] starts
-//!   the server and the guests of both.
+//! - The life of a disk: [`snapshot`] and [`merge`] show what guests feel while their disks' images are changed, [`checkpoint`] what it costs them that
+//!   changes are tracked. [`live`] starts the server and the guests of all three.
 //! - Ways to a Xen guest's memory: [`paths`] has one guest and one disk, and shows where a request's time goes; [`aggregate`] has many
 //!   of both. There is a process for each disk ([`world`] starts them), and one for each guest ([`guest`]). On a host without Xen
 //!   the guests are those of `spile_lab::xen`: the order of the paths and the shape of their curves mean something there, Xen's
@@ -16,6 +16,7 @@
 
 pub mod about;
 pub mod aggregate;
+pub mod checkpoint;
 pub mod crowd;
 pub mod density;
 pub mod depth;

@@ -269,6 +269,17 @@ impl<S: Store> Tracking<S> {
 }
 
 impl<S: Store> Stage for Tracking<S> {
+    fn passes(&self, io: &Io<'_>) -> bool {
+        match io.op {
+            // The bits are made durable now and then, after a flush.
+            Op::Flush => false,
+            op if op.changes_data() => {
+                !self.bits_come_late() && self.intervals.iter().all(|interval| interval.try_set(io.extent))
+            }
+            _ => true,
+        }
+    }
+
     fn before<'a>(&'a self, io: Io<'a>) -> Option<Pending<'a>> {
         if !io.op.changes_data() || self.bits_come_late() {
             return None;

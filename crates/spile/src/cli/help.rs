@@ -583,6 +583,15 @@ says so, and the move goes on."],
         notes: &[],
     },
     Ending {
+        command: "bench checkpoint",
+        codes: &[],
+        examples: &[
+            ("spile bench checkpoint --quick", "a short run"),
+            ("spile bench checkpoint --folder /vm", "with the storage's part in each write"),
+        ],
+        notes: &[],
+    },
+    Ending {
         command: "bench exchange",
         codes: &[],
         examples: &[("spile bench exchange --quick", "a short run")],

@@ -251,8 +251,14 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
             };
             return Ok((path, Some(child.clone()), why));
         }
-        let graph = disks::open_keeping(CacheMode::Page, &at, &options).await?;
-        let removed = delete::remove(&host.tools(), &graph, list).await?;
+        let removed = match disks::open_keeping(CacheMode::Page, &at, &options).await {
+            Ok(graph) => delete::remove(&host.tools(), &graph, list).await?,
+            // The image itself is there: it is a parent that is not.
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                delete::remove_orphan(&host.tools(), &path, format, list).await?
+            }
+            Err(error) => return Err(error),
+        };
         Ok((removed, None, None))
     })?;
     let freed_bytes = if child.is_some() { 0 } else { used_bytes };

@@ -36,8 +36,8 @@ use super::tree::Tree;
 use super::trouble::{AcceptedLoss, GoesOn, TroublePolicy};
 use super::{Exit, print_text};
 use crate::bench::{
-    Outcome, aggregate, crowd, density, depth, exchange, geometry, hung, layers, limit, merge, paths, shape, snapshot,
-    tune, warmup,
+    Outcome, aggregate, checkpoint, crowd, density, depth, exchange, geometry, hung, layers, limit, merge, paths,
+    shape, snapshot, tune, warmup,
 };
 use crate::load::Report;
 
@@ -110,6 +110,7 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("bench crowd", of_experiment::<crowd::Parameters, crowd::Row>),
     ("bench hung", of_experiment::<hung::Parameters, hung::Row>),
     ("bench limit", of_experiment::<limit::Parameters, limit::Row>),
+    ("bench checkpoint", of_experiment::<checkpoint::Parameters, checkpoint::Row>),
     ("tune", of_experiment::<tune::Asked, tune::Row>),
     ("demo", of::<Shown>),
     ("error", of::<Failure>),

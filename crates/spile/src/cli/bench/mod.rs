@@ -2,6 +2,7 @@
 
 mod aggregate;
 mod all;
+mod checkpoint;
 pub(super) mod common;
 mod crowd;
 mod density;
@@ -67,6 +68,7 @@ enum Experiment {
     Crowd(crowd::CrowdArgs),
     Hung(hung::HungArgs),
     Limit(limit::LimitArgs),
+    Checkpoint(checkpoint::CheckpointArgs),
 }
 
 /// Runs `spile bench`.
@@ -94,5 +96,6 @@ fn run_experiment(experiment: &Experiment) -> Result<Exit> {
         Experiment::Crowd(args) => crowd::run(args),
         Experiment::Hung(args) => hung::run(args),
         Experiment::Limit(args) => limit::run(args),
+        Experiment::Checkpoint(args) => checkpoint::run(args),
     }
 }
