@@ -145,13 +145,10 @@ pub fn found(outcome: &Outcome<Parameters, Row>) -> Vec<String> {
 /// The figures as a table.
 pub fn text(outcome: &Outcome<Parameters, Row>) -> String {
     let mut table = table(["", "without", "with", "ratio", "a tenth of the rounds below", "above"].map(str::to_owned));
-    let sides: [(fn(&Row) -> f64, fn(&Row) -> f64); 2] =
-        [(|row| row.without_iops, |row| row.with_iops), (|row| row.without_cpu_us, |row| row.with_cpu_us)];
-    for ((name, digits), (pair, (without, with))) in
-        [("writes/s", 0), ("CPU, us a write", 2)].into_iter().zip(pairs(outcome).iter().zip(sides))
-    {
-        let middle = |of: fn(&Row) -> f64| Spread::of(&outcome.rows.iter().map(of).collect::<Vec<_>>()).p50;
-        let Some(ratio) = pair.ratio() else { continue };
+    let [iops, cpu] = pairs(outcome);
+    let mut add = |name, pair: Pair, digits: usize, without: fn(&Row) -> f64, with: fn(&Row) -> f64| {
+        let middle = |of| Spread::of(&outcome.rows.iter().map(of).collect::<Vec<_>>()).p50;
+        let Some(ratio) = pair.ratio() else { return };
         table.add_row([
             comfy_table::Cell::new(name),
             right(format!("{:.digits$}", middle(without))),
@@ -160,7 +157,9 @@ pub fn text(outcome: &Outcome<Parameters, Row>) -> String {
             right(format!("{:.3}", ratio.p10)),
             right(format!("{:.3}", ratio.p90)),
         ]);
-    }
+    };
+    add("writes/s", iops, 0, |row| row.without_iops, |row| row.with_iops);
+    add("CPU, us a write", cpu, 2, |row| row.without_cpu_us, |row| row.with_cpu_us);
     let Parameters { rounds, depth, seconds, .. } = &outcome.parameters;
     format!(
         "{rounds} rounds of two runs of {seconds} s; writes of 4 KiB here and there, {depth} in flight; medians of the rounds\n{table}\n{}",
