@@ -297,6 +297,10 @@ impl Checkpoints {
         let path = place(&graph)?;
         let side = names::changes(&path);
         let mut slot = self.changes.lock().await;
+        // It was adopted before, and the answer was not heard.
+        if slot.is_some() && !packed.exists() {
+            return Ok(());
+        }
         let found = look::now(&graph, &side).await;
         let adopted = Changes::adopt(self.around(), packed, &path, disk.size_bytes(), found).await;
         let adopted = match adopted {
@@ -391,6 +395,17 @@ impl Checkpoints {
             tracing::warn!(
                 "the disk's checkpoints: everything will count as changed if this process is killed: {error}"
             );
+        }
+    }
+
+    /// The disk is on another host now: whoever opens an image of this one next knows nothing of its changes, also when this process is killed.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn note_elsewhere(&self) -> Result<()> {
+        match self.now() {
+            Some(changes) => changes.note_image(look::unlike_any()).await,
+            None => Ok(()),
         }
     }
 

@@ -88,7 +88,7 @@ async fn child_of(path: &Path, identity: Option<Identity>) -> Children {
 async fn asked(path: &Path, identity: Option<Identity>, most: usize) -> (Vec<PathBuf>, bool) {
     let ours = path.to_owned();
     // A guest can write what looks like an image into a raw one: so only names are believed here.
-    let may_have_parent = |other: &Path| Format::from_extension(other).is_some_and(|format| format.about().has_parents);
+    let may_have_parent = |other: &Path| format_of(other).is_some_and(|format| format.about().has_parents);
     let looked = run_blocking(path, move || neighbours(&ours, MOST_IMAGES, may_have_parent)).await;
     let Neighbours { images, are_all } = looked;
     let (files, end) = (OsFiles::new(CacheMode::Page).without_locks(true), Instant::now() + PATIENCE);
@@ -98,7 +98,7 @@ async fn asked(path: &Path, identity: Option<Identity>, most: usize) -> (Vec<Pat
             return (found, false);
         }
         // An image that cannot be read cannot be used as a child either.
-        let Some(format) = Format::from_extension(&other) else { continue };
+        let Some(format) = format_of(&other) else { continue };
         if is_child_of(&files, &other, format, path, identity).await.unwrap_or(false) {
             found.push(other);
         }
@@ -107,6 +107,13 @@ async fn asked(path: &Path, identity: Option<Identity>, most: usize) -> (Vec<Pat
         }
     }
     (found, are_all)
+}
+
+/// The format of an image, by its name. An old image on its way back to be the disk, under a hidden name, has the format of that.
+fn format_of(image: &Path) -> Option<Format> {
+    let disk = names::disk_of(image)
+        .filter(|disk| [names::receiving(disk), names::moving(disk)].iter().any(|half| half == image));
+    Format::from_extension(disk.as_deref().unwrap_or(image))
 }
 
 /// The files that lie in the folders of these images, themselves left out. Each may be a child, whatever its name.

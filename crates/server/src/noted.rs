@@ -79,8 +79,12 @@ impl Marks for Noted<'_> {
 
     fn carried<'a>(&'a self, is_there: bool) -> Later<'a, ()> {
         Box::pin(async move {
-            // What was sent to another host stays here, too, until the disk is closed.
-            drop((self.packed.take(), self.held.take()));
+            // What was sent to another host stays here, too, until the disk is closed. Nobody may take it for that of the old image.
+            let was_sent = self.held.take().is_some();
+            drop(self.packed.take());
+            if is_there && was_sent {
+                self.checkpoints.note_elsewhere().await?;
+            }
             let carrying = self.carrying.take();
             match carrying {
                 Some(carrying) => self.checkpoints.carried(self.node, carrying, is_there).await,

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use common::moves::full;
 use common::nbd::Client;
-use common::{Served, eventually, have, json, ok, spile};
+use common::{Served, eventually, fails, have, json, ok, spile};
 use serde_json::Value;
 use spile_core::ErrorKind;
 
@@ -250,6 +250,12 @@ fn is_obeyed(dir: &Path, folder: &str, order: &str) -> bool {
     said == *b"spile receive has done"
 }
 
+/// The move by which a disk has left, as this note says it.
+fn left_by(dir: &Path, note: &str) -> String {
+    let note = fs::read_to_string(dir.join(note)).unwrap();
+    note.lines().next().unwrap().strip_prefix("move ").unwrap().to_owned()
+}
+
 #[test]
 fn an_old_image_is_taken_by_its_own_move_only_and_only_as_it_was_left() {
     let (mut world, old, there) = World::new("back-hand");
@@ -258,8 +264,7 @@ fn an_old_image_is_taken_by_its_own_move_only_and_only_as_it_was_left() {
     let dir = world.dir();
     let [image, half, aside] =
         ["back-hand.moved.raw", ".back-hand.raw.spile-receiving", "aside"].map(|name| dir.join("old").join(name));
-    let note = fs::read_to_string(dir.join("old/.back-hand.raw.spile-left")).unwrap();
-    let of = note.lines().next().unwrap().strip_prefix("move ").unwrap();
+    let of = &left_by(dir, "old/.back-hand.raw.spile-left");
     let [id, other] = ["a1".repeat(16), "b2".repeat(16)];
     let back = |id: &str, of: &str, size: usize| is_obeyed(dir, "old", &format!("back/{id}/{of}/{size}/back-hand.raw"));
     assert!(!back(&id, &other, 48 * MIB) && !back(&id, of, 49 * MIB));
@@ -315,6 +320,17 @@ fn an_old_image_with_a_parent_is_taken_unless_that_was_written_to() {
     let parent = fs::File::options().write(true).open(dir.join("old/parent.vhd")).unwrap();
     parent.set_modified(std::time::SystemTime::now()).unwrap();
     assert!(go("there", "old") >= 48 << 20);
+    fs::remove_file(dir.join("there/leaf.moved.vhd")).unwrap();
+    fs::remove_file(dir.join("old/leaf.moved.vhd")).unwrap();
+    // A half under its hidden name is a child, too.
+    fs::remove_file(dir.join("old/leaf.vhd")).unwrap();
+    ok(dir, &["create", "old/leaf.vhd", "--parent", "old/parent.vhd"]);
+    go("old", "there");
+    let of = left_by(dir, "old/.leaf.vhd.spile-left");
+    assert!(is_obeyed(dir, "old", &format!("back/{}/{of}/{}/leaf.vhd", "a1".repeat(16), 48 * MIB)));
+    assert!(!dir.join("old/leaf.moved.vhd").exists());
+    let said = fails(dir, 1, &["convert", "old/back-parent.raw", "--onto", "old/parent.vhd"]);
+    assert!(said.contains("parent"), "{said}");
     assert!(old.terminate().success() && there.terminate().success());
 }
 
@@ -329,16 +345,106 @@ fn a_server_that_takes_any_name_is_not_taken_for_the_old_host() {
     world.go(served, "there");
     assert!(old.terminate().success());
     let dir = world.dir();
-    fs::write(dir.join("any.raw"), vec![0x77; 48 * MIB]).unwrap();
-    let _ = fs::remove_file(dir.join("old.nbd"));
-    let mut command = Command::new("nbdkit");
-    command.args(["-f", "-U", "old.nbd", "file", "any.raw"]).current_dir(dir);
-    let nbdkit = Served { child: command.spawn().unwrap(), socket: dir.join("old.nbd") };
-    eventually("it answers", || UnixStream::connect(&nbdkit.socket).is_ok());
+    let nbdkit = any_name(dir);
     let moved = json(dir, &["move", &world.disk("there"), "--to", &to(dir, "old", world.name)]);
     assert!(moved["done_bytes"].as_u64() >= Some(48 << 20), "{moved}");
     assert!(fs::read(dir.join("any.raw")).unwrap() == world.bytes, "the disk holds something else there");
     assert!(!dir.join("there/.back-any.raw.spile-left").exists());
     nbdkit.kill();
     assert!(there.terminate().success());
+}
+
+/// A server of the file `any.raw` in the place of the host of `old`. It takes any name for that.
+fn any_name(dir: &Path) -> Served {
+    fs::write(dir.join("any.raw"), vec![0x77; 48 * MIB]).unwrap();
+    let _ = fs::remove_file(dir.join("old.nbd"));
+    let mut command = Command::new("nbdkit");
+    command.args(["-f", "-U", "old.nbd", "file", "any.raw"]).current_dir(dir);
+    let nbdkit = Served { child: command.spawn().unwrap(), socket: dir.join("old.nbd") };
+    eventually("it answers", || UnixStream::connect(&nbdkit.socket).is_ok());
+    nbdkit
+}
+
+#[test]
+fn another_server_in_the_place_of_the_old_host_is_not_overwritten_by_a_way_back_that_goes_on() {
+    if !have("nbdkit", "another_server_in_the_place_of_the_old_host_is_not_overwritten_by_a_way_back_that_goes_on") {
+        return;
+    }
+    let (mut world, old, there) = World::new("back-gone");
+    let served = serve(world.dir(), &world.disk("old"));
+    world.go(served, "there");
+    let mut served = serve(world.dir(), &world.disk("there"));
+    (0..32).for_each(|number| world.write(&served, number * MIB));
+    let uri = to(world.dir(), "old", world.name);
+    json(world.dir(), &["move", "back-gone", "--to", &uri, "--rate", "256K"]);
+    eventually("it has begun", || !world.dir().join("old/back-gone.moved.raw").exists());
+    served.kill();
+    old.kill();
+    let nbdkit = any_name(world.dir());
+    served = serve(world.dir(), &world.disk("there"));
+    eventually("the move has failed", || job(world.dir(), "back-gone")["state"] == "failed");
+    assert!(fs::read(world.dir().join("any.raw")).unwrap().iter().all(|byte| *byte == 0x77), "it was written to");
+    assert!(world.dir().join(world.disk("there")).exists());
+    assert!(served.terminate().success() && there.terminate().success());
+    nbdkit.kill();
+}
+
+#[test]
+fn a_file_of_changes_that_is_said_to_be_whole_twice_stays() {
+    let (world, old, there) = World::new("back-twice");
+    let (dir, id) = (world.dir(), "a1".repeat(16));
+    ok(dir, &["checkpoint", "old/back-twice.raw", "then"]);
+    let file = fs::read(dir.join("old/.back-twice.raw.spile-changes")).unwrap();
+    let order = |verb: &str| format!("{verb}/{id}/back-twice.raw");
+    assert!(is_obeyed(dir, "there", &format!("begin/{id}/{}/back-twice.raw", 48 * MIB)));
+    let marks = format!(".spile-receive/marks/{id}/{}/back-twice.raw", file.len());
+    let uri = format!("nbd+unix:///{marks}?socket={}", dir.join("there.nbd").display());
+    Client::connect(&uri.parse().unwrap()).unwrap().write(0, &file, true).unwrap();
+    let adopted = dir.join("there/.back-twice.raw.spile-changes");
+    assert!(is_obeyed(dir, "there", &order("marked")) && adopted.exists());
+    assert!(is_obeyed(dir, "there", &order("marked")) && adopted.exists());
+    assert!(is_obeyed(dir, "there", &order("finish")));
+    let_go(dir, "there/back-twice.raw");
+    let told = json(dir, &["changed", "there/back-twice.raw", "--since", "then"]);
+    assert!(told["warning"].is_null(), "{told}");
+    assert!(old.terminate().success() && there.terminate().success());
+}
+
+#[test]
+fn as_many_checkpoints_as_there_can_be_go_along() {
+    let (world, old, there) = World::new("back-many");
+    let dir = world.dir();
+    let served = serve(dir, &world.disk("old"));
+    (0..125).for_each(|number| _ = ok(dir, &["checkpoint", "back-many", &format!("c{number}")]));
+    assert!(served.terminate().success());
+    let is_known = |disk: &str, since: &str| json(dir, &["changed", disk, "--since", since])["warning"].is_null();
+    fs::create_dir(dir.join("away")).unwrap();
+    ok(dir, &["move", "old/back-many.raw", "--to", "away"]);
+    assert!(is_known("away/back-many.raw", "c0") && is_known("away/back-many.raw", "c124"));
+    ok(dir, &["checkpoint", "away/back-many.raw", "c125"]);
+    ok(dir, &["move", "away/back-many.raw", "--to", &to(dir, "there", world.name)]);
+    let_go(dir, "there/back-many.raw");
+    assert!(is_known("there/back-many.raw", "c0") && is_known("there/back-many.raw", "c125"));
+    assert!(old.terminate().success() && there.terminate().success());
+}
+
+#[test]
+fn an_old_image_that_gets_its_name_back_does_not_believe_what_was_noted_after_the_hand_over() {
+    let (mut world, old, there) = World::new("back-name");
+    let dir = world.dir().to_owned();
+    let served = serve(&dir, &world.disk("old"));
+    ok(&dir, &["checkpoint", "back-name", "x"]);
+    json(&dir, &["move", "back-name", "--to", &to(&dir, "there", world.name), "--rate", "24M"]);
+    // A folder has the hidden name of a note that is due once the disk has its name.
+    fs::create_dir(dir.join("there/.back-name.raw.spile-moved")).unwrap();
+    eventually("it waits for its name", || job(&dir, "back-name")["motion"]["phase"] == "naming");
+    world.write(&served, 7 * MIB);
+    ok(&dir, &["checkpoint", "back-name", "y"]);
+    served.kill();
+    assert!(there.terminate().success());
+    fs::rename(dir.join("old/back-name.moved.raw"), dir.join("old/back-name.raw")).unwrap();
+    let_go(&dir, "old/back-name.raw");
+    let said = json(&dir, &["changed", "old/back-name.raw", "--since", "y"]);
+    assert!(said["warning"].is_string(), "{said}");
+    assert!(old.terminate().success());
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use spile_core::{Disk, Error, ErrorKind, Files, Result, Store as _};
 use spile_node::Node;
 
+use super::header::MOST_CHECKPOINTS;
 use super::{Broken, Changes, Found, Surroundings, find};
 
 impl<F: Files + Clone> Changes<F> {
@@ -51,7 +52,8 @@ impl<F: Files + Clone> Changes<F> {
             tracked.push(Arc::new(new.map(&copy, header.grain).await?));
             header.intervals.push(copy);
         }
-        if let Some(name) = since {
+        // The way back is of less use than the checkpoints.
+        if let Some(name) = since.filter(|_| header.intervals.len() < MOST_CHECKPOINTS) {
             let interval = new.new_interval(&header, name, node.size_bytes()).await?;
             tracked.push(Arc::new(new.map(&interval, header.grain).await?));
             header.intervals.push(interval);
@@ -86,7 +88,7 @@ impl<F: Files + Clone> Changes<F> {
             return Ok(());
         }
         self.meet(node, state.tracked.last()).await?;
-        match since.map(|name| find(&state.header, name)).transpose()?.and_then(|number| number.checked_sub(1)) {
+        match since.and_then(|name| find(&state.header, name).ok()).and_then(|number| number.checked_sub(1)) {
             Some(before) => self.settle(&mut state, before).await,
             None => Ok(()),
         }

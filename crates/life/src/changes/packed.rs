@@ -7,11 +7,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use spile_core::{Error, ErrorKind, Files, OpenMode, Result, Segments, Store, StoreOffset, Via, yield_now};
+use spile_core::{Error, ErrorKind, Files, OpenMode, Result, ResultExt, Segments, Store, StoreOffset, Via, yield_now};
 
-use super::header::{COPY_BYTES, Header, Interval, PAGE_BYTES};
+use super::header::{COPY_BYTES, Grain, Header, Interval, MOST_CHECKPOINTS, PAGE_BYTES};
 use super::tracked::Tracked;
-use super::{Changes, Found, Surroundings, is_hidden, names, new_header};
+use super::{Changes, Found, Surroundings, check_name, is_hidden, names, new_header};
+use crate::motion::BACK_THERE;
 use crate::work::Put;
 
 /// So much is sent at once.
@@ -50,10 +51,11 @@ impl<F: Files + Clone> Changes<F> {
                 continue;
             }
             let mut interval = interval.clone();
-            interval.covered_bytes = covered_bytes;
+            (interval.covered_bytes, interval.room_bytes) = (covered_bytes, interval.room_bytes.min(disk_bytes));
             packed.put(interval, vec![tracked.clone()])?;
         }
-        if let Some(name) = since {
+        // The way back is of less use than the checkpoints.
+        if let Some(name) = since.filter(|_| packed.header.intervals.len() < MOST_CHECKPOINTS) {
             let created_unix_s = self.around.env.now_unix_s();
             let (offset_bytes, room_bytes, settled) = (0, disk_bytes, None);
             let covered_bytes = disk_bytes;
@@ -86,6 +88,7 @@ impl<F: Files + Clone> Changes<F> {
         if header.intervals.is_empty() || !header.intervals.iter().all(is_whole) {
             return Err(not_whole(packed));
         }
+        check_foreign(&header).at_path(packed)?;
         if header.disk_bytes != disk_bytes {
             let what = format!("it is of a disk of {} bytes, and this one has {disk_bytes}", header.disk_bytes);
             return Err(Error::new(ErrorKind::InvalidInput, what).at_path(packed));
@@ -101,6 +104,25 @@ impl<F: Files + Clone> Changes<F> {
         let opened = Self::open(around, disk, disk_bytes, found).await?;
         opened.ok_or_else(|| Error::new(ErrorKind::NotFound, "it is gone again").at_path(&side))
     }
+}
+
+/// Refuses what no program of ours would send: it would cost memory, or hide what users do not see.
+fn check_foreign(header: &Header) -> Result<()> {
+    let Grain { block_bytes, area_bytes } = header.grain;
+    let is_grain = block_bytes >= 4096 && area_bytes == Grain::default().area_bytes.max(block_bytes);
+    let fits = |one: &Interval| one.room_bytes <= header.disk_bytes && one.covered_bytes <= one.room_bytes;
+    if !is_grain || !header.intervals.iter().all(fits) || header.number > 1 << 62 {
+        return Err(Error::new(ErrorKind::Corrupt, "no disk of this size has such a file of changed blocks"));
+    }
+    let mut before = Header { intervals: Vec::new(), ..header.clone() };
+    for one in &header.intervals {
+        check_name(&before, &one.name)?;
+        if is_hidden(&one.name) && !one.name.starts_with(BACK_THERE) {
+            return Err(Error::new(ErrorKind::Corrupt, format!("{:?} cannot be the name of a checkpoint", one.name)));
+        }
+        before.intervals.push(one.clone());
+    }
+    Ok(())
 }
 
 fn not_whole(packed: &Path) -> Error {
@@ -153,5 +175,36 @@ impl<S: Store> Packed<S> {
         let header = Segments::copied(&self.header.to_bytes());
         put(COPY_BYTES as u64, header.clone()).await?;
         put(0, header).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_of_another_host_is_bounded_by_the_disk_and_hides_nothing() {
+        let one = |name: &str, room_bytes| {
+            let (name, covered_bytes) = (name.to_owned(), 1 << 20);
+            Interval { name, created_unix_s: 1, offset_bytes: 0, covered_bytes, room_bytes, settled: Some(0) }
+        };
+        let header = |grain, intervals| Header { intervals, ..new_header(1 << 30, grain) };
+        let usual = Grain::default();
+        let back = format!("{BACK_THERE}a7");
+        assert!(check_foreign(&header(usual, vec![one("a", 1 << 30), one(&back, 1 << 20)])).is_ok());
+        let large = Grain { block_bytes: 128 << 20, area_bytes: 128 << 20 };
+        assert!(check_foreign(&header(large, vec![one("a", 1 << 30)])).is_ok());
+        for (grain, intervals) in [
+            (Grain { block_bytes: 512, area_bytes: 512 }, vec![one("a", 1 << 30)]),
+            (Grain { area_bytes: 64 << 10, ..usual }, vec![one("a", 1 << 30)]),
+            (usual, vec![one("a", (1 << 30) + 1)]),
+            (usual, vec![one("a", 1 << 19)]),
+            (usual, vec![one("a", 1 << 30), one("a", 1 << 30)]),
+            (usual, vec![one("\u{1}move", 1 << 30)]),
+            (usual, vec![one("a\nb", 1 << 30)]),
+        ] {
+            assert!(check_foreign(&header(grain, intervals.clone())).is_err(), "{grain:?} {intervals:?}");
+        }
+        assert!(check_foreign(&Header { number: u64::MAX, ..header(usual, vec![one("a", 1 << 30)]) }).is_err());
     }
 }

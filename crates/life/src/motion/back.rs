@@ -16,7 +16,8 @@ use super::place::{Place, name_of_half, remove_half};
 use super::progress::{MARK, Progress, forget_marks};
 use super::received::Received;
 use super::{Move, old_image};
-use crate::jobs::note::{Copied, from_hex, read_text, text_of, to_hex, write_text};
+use crate::jobs::Plan;
+use crate::jobs::note::{Copied, Note, There, from_hex, read_text, text_of, to_hex, write_text};
 use crate::names;
 use crate::snapshot::remove_if_there;
 use crate::work::{Marks, Work};
@@ -26,7 +27,7 @@ pub(super) const BACK: &str = "\u{1}back";
 
 /// The names of checkpoints that no user sees, since which is known what has changed of a disk that has come from another host, begin so. The identity of the move
 /// follows.
-const BACK_THERE: &str = "\u{1}back-";
+pub(crate) const BACK_THERE: &str = "\u{1}back-";
 
 /// Under this name is noted what has changed of a disk since it came from another host by the move `id`.
 pub(super) fn back_there(id: Identity) -> String {
@@ -171,7 +172,10 @@ pub(super) async fn take_there<F: Files>(
         if order::give(work.files, &order).await.is_err() || marks.rename(&name, MARK).await.is_err() {
             continue;
         }
-        // After the marks: a note that says so finds marks that are these.
+        // In this order: a note that says what is copied says, too, that only `spile receive` has it; and it finds marks that are these.
+        if let Some(disk) = &place.disk {
+            Note::say_there(work.files, disk, &Plan::Move(plan.clone()), There::TakenIn).await?;
+        }
         let copied = Copied { until_bytes: size_bytes, half: to_hex(id) };
         progress.say(work, &copied).await?;
         return Ok(Some(copied));

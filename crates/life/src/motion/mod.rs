@@ -46,6 +46,7 @@ use crate::jobs::{Note, Plan, State, which};
 use crate::names;
 use crate::snapshot::remove_if_there;
 use crate::work::{GraphOf, Work};
+pub(crate) use back::BACK_THERE;
 use back::Left;
 pub use back::{CameFrom, forget_what_is_over};
 use copier::{Copier, Failure, Over};
