@@ -58,7 +58,8 @@ impl Blocks {
 
     /// The first run of blocks whose bits are set that begins at `from` or later, `most_bytes` long at most, or one block. The bits stay.
     pub fn next(&self, from: u64, most_bytes: u64) -> Option<Extent> {
-        let first = from >> self.shift;
+        // Whoever goes on from the end of the last block, which may be a part of one, has had it.
+        let first = from.div_ceil(1 << self.shift);
         let mut word = (first / 64) as usize;
         let mut rest = self.words.get(word)?.load(SeqCst) & (u64::MAX << (first % 64));
         while rest == 0 {
@@ -133,5 +134,16 @@ mod tests {
         assert_eq!(blocks.next(100 << 12, 1 << 12), Some(extent(100 << 12..101 << 12)));
         assert_eq!(blocks.next(100 << 12, u64::MAX), Some(extent(100 << 12..256 << 12)));
         assert_eq!(blocks.next(256 << 12, u64::MAX), None);
+    }
+
+    #[test]
+    fn a_last_block_that_is_a_part_of_one_is_found_once() {
+        // Whoever marks anew what was not flushed goes from run to run, and the bits stay.
+        for size_bytes in [(3 << 16) + 512, 64 << 16, (64 << 16) + 512, 512] {
+            let blocks = Blocks::new(size_bytes, 64 << 10);
+            blocks.mark(extent(0..size_bytes));
+            assert_eq!(blocks.next(0, u64::MAX), Some(extent(0..size_bytes)));
+            assert_eq!(blocks.next(size_bytes, u64::MAX), None, "{size_bytes}");
+        }
     }
 }
