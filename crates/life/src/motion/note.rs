@@ -133,6 +133,10 @@ impl Moved {
 /// `NotFound` with the place that the disk was moved to; `Busy` while the hand-over is under way; the system's.
 pub async fn take_back<F: Files>(files: &F, disk: &Path, may_change: bool) -> Result<bool> {
     let Some(moved) = Moved::read(files, disk).await? else { return Ok(false) };
+    if may_change {
+        // The process that took the old image its name may have been killed before that was durable: with the power it would come back, beside the new one.
+        files.sync_names(&names::moved(disk)).await?;
+    }
     if let Some(order) = &moved.finish {
         return Err(moved.finished_late(files, disk, order, may_change).await);
     }
