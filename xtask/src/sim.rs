@@ -12,8 +12,18 @@ const EVERY_STEP_SEEDS: &str = "12";
 /// Runs `--seeds N` seeds from `--start S`; more arguments go to the simulator as they are. Unless they choose what is run, some seeds are
 /// crashed at every step first.
 pub fn run(arguments: &[String]) -> Result<()> {
-    let chosen =
-        ["--every-step", "--exchange", "--merge", "--changes", "--backup", "--gc", "--move", "--kind", "--start"];
+    let chosen = [
+        "--every-step",
+        "--exchange",
+        "--merge",
+        "--changes",
+        "--backup",
+        "--gc",
+        "--move",
+        "--receive",
+        "--kind",
+        "--start",
+    ];
     if !chosen.iter().any(|name| shell::flag(arguments, name)) {
         shell::run(command().args(["--every-step", "--seeds", EVERY_STEP_SEEDS]))?;
     }

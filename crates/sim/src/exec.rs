@@ -2,7 +2,7 @@
 //! the seed: a task that was woken runs until it waits again, or an operation in flight goes on. The run can be stopped
 //! between any two steps.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
@@ -19,12 +19,22 @@ type Task = Pin<Box<dyn Future<Output = ()>>>;
 
 thread_local! {
     /// What was begun beside the requests of the run on this thread, and is no task of the executor yet.
-    static BESIDE: RefCell<Vec<Task>> = const { RefCell::new(Vec::new()) };
+    static BESIDE: RefCell<Vec<(Process, Task)>> = const { RefCell::new(Vec::new()) };
+    /// The process whose task runs.
+    static RUNNING: Cell<Process> = const { Cell::new(0) };
 }
 
-/// Adds a task to the run on this thread.
+/// The number of a process among those of the run. All of its tasks end with it.
+pub(crate) type Process = u32;
+
+/// Adds a task to the run on this thread, of the process that runs now.
 pub(crate) fn spawn_beside(work: Task) {
-    BESIDE.with_borrow_mut(|beside| beside.push(work));
+    spawn_in(RUNNING.get(), work);
+}
+
+/// Adds a task of this process to the run on this thread.
+pub(crate) fn spawn_in(process: Process, work: Task) {
+    BESIDE.with_borrow_mut(|beside| beside.push((process, work)));
 }
 
 /// How a run ended.
@@ -38,11 +48,13 @@ pub enum Ended {
     Stuck,
 }
 
-/// The tasks of one run, and the simulated host that they run on.
+/// The tasks of one run, and the simulated hosts that they run on.
 pub struct Executor {
-    world: World,
+    worlds: Vec<World>,
     rng: Rng,
-    tasks: Vec<Option<Task>>,
+    tasks: Vec<Option<(Process, Task)>>,
+    /// How many of them have not ended.
+    alive: usize,
     woken: Arc<Woken>,
     steps: u64,
 }
@@ -79,12 +91,35 @@ impl Executor {
     pub fn new(world: World, rng: Rng) -> Self {
         // What a run that was stopped has left there ended with its process.
         drop(BESIDE.take());
-        Self { world, rng, tasks: Vec::new(), woken: Arc::default(), steps: 0 }
+        Self { worlds: vec![world], rng, tasks: Vec::new(), alive: 0, woken: Arc::default(), steps: 0 }
+    }
+
+    /// Lets the operations of one more host go on in this run.
+    pub(crate) fn add_world(&mut self, world: World) {
+        self.worlds.push(world);
     }
 
     /// Adds a task.
     pub fn spawn(&mut self, future: impl Future<Output = ()> + 'static) {
-        self.tasks.push(Some(Box::pin(future)));
+        self.add(0, Box::pin(future));
+    }
+
+    /// Ends all tasks of a process, in the midst of what they do.
+    pub(crate) fn end_process(&mut self, process: Process) {
+        let (gone, kept): (Vec<_>, Vec<_>) = BESIDE.take().into_iter().partition(|(of, _)| *of == process);
+        BESIDE.set(kept);
+        drop(gone);
+        for task in &mut self.tasks {
+            if let Some(gone) = task.take_if(|(of, _)| *of == process) {
+                self.alive -= 1;
+                drop(gone);
+            }
+        }
+    }
+
+    fn add(&mut self, process: Process, task: Task) {
+        self.tasks.push(Some((process, task)));
+        self.alive += 1;
         let task = self.tasks.len() - 1;
         self.woken.with(|list| list.push(task));
     }
@@ -108,35 +143,59 @@ impl Executor {
 
     /// Runs until all tasks are done, or `limit` steps have been taken in all.
     pub fn run(&mut self, limit: u64) -> Ended {
-        while self.tasks.iter().any(Option::is_some) {
+        while self.alive > 0 {
             if self.steps >= limit {
                 return Ended::Stopped;
             }
             let woken = self.woken.with(|list| list.len());
-            let due = self.world.due(woken == 0);
-            if woken + due == 0 {
+            let due = self.due(woken == 0);
+            let all = woken + due.iter().sum::<usize>();
+            if all == 0 {
                 return Ended::Stuck;
             }
             self.steps += 1;
-            let choice = self.rng.index(woken + due);
+            let mut choice = self.rng.index(all);
             if choice < woken {
                 self.poll(choice)
             } else {
-                self.world.advance(choice - woken)
+                choice -= woken;
+                for (world, due) in self.worlds.iter().zip(due) {
+                    if choice < due {
+                        world.advance(choice);
+                        break;
+                    }
+                    choice -= due;
+                }
             }
-            BESIDE.take().into_iter().for_each(|task| self.spawn(task));
+            BESIDE.take().into_iter().for_each(|(process, task)| self.add(process, task));
         }
         Ended::Done
     }
 
+    /// How many operations of each host can move on. When nothing can, and `idle` says that no task can either, the clock of one moves forward.
+    fn due(&self, idle: bool) -> Vec<usize> {
+        if let [world] = &self.worlds[..] {
+            return vec![world.due(idle)];
+        }
+        let mut due: Vec<usize> = self.worlds.iter().map(|world| world.due(false)).collect();
+        for (world, due_there) in self.worlds.iter().zip(0..) {
+            if idle && due.iter().sum::<usize>() == 0 {
+                due[due_there] = world.due(true);
+            }
+        }
+        due
+    }
+
     fn poll(&mut self, choice: usize) {
         let task = self.woken.with(|list| list.swap_remove(choice));
-        let Some(future) = &mut self.tasks[task] else { return };
+        let Some((process, future)) = &mut self.tasks[task] else { return };
+        RUNNING.set(*process);
         let waker = Waker::from(Arc::new(TaskWaker { task, woken: self.woken.clone() }));
         // What workers do not share is found by this number.
         act_as_shard(task % WORKERS);
         if let Poll::Ready(()) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
             self.tasks[task] = None;
+            self.alive -= 1;
         }
     }
 }

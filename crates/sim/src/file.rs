@@ -83,6 +83,12 @@ fn pages_of(range: &Range<u64>) -> Range<u64> {
 }
 
 impl SimFile {
+    /// Has the file hold these bytes, durably.
+    pub fn poke(&mut self, offset: u64, bytes: &[u8]) {
+        self.view.write(offset, bytes);
+        self.durable.write(offset, bytes);
+    }
+
     /// A file whose content is durable from the start.
     pub fn durable(pages: Pages) -> Self {
         Self { view: pages.clone(), durable: pages, ..Self::default() }

@@ -24,6 +24,7 @@ mod op;
 pub mod oracle;
 pub mod pages;
 pub mod plan;
+pub mod receive;
 pub mod regions;
 pub mod rng;
 pub mod seeds;

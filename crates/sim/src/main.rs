@@ -13,6 +13,7 @@ use spile_sim::live::{Broken, LiveSummary, run_live};
 use spile_sim::merge::{self, MergeSummary, run_merge};
 use spile_sim::motion::{MotionSummary, run_motion};
 use spile_sim::plan::Plan;
+use spile_sim::receive::{self, ReceiveSummary, run_receive};
 use spile_sim::seeds::{Mode, report, run_seeds};
 
 const USAGE: &str = "\
@@ -25,6 +26,7 @@ spile-sim: runs the image code against a simulated host and crashes it anywhere
   --merge          layers are merged and leaves flattened under load; on one thread
   --gc             images are deleted, cloned and collected, under load and not; on one thread
   --move           disks are moved under load; on one thread
+  --receive        disks are moved to another host, by links that are cut; on one thread
   --changes        changed blocks are tracked under load, checkpoints made and removed; on one thread
   --backup         disks are backed up at one point in time under load; on one thread
   --every-step     one short life for each seed, crashed at every step, both ways
@@ -43,6 +45,7 @@ struct Arguments {
     exchange: bool,
     merge: bool,
     motion: bool,
+    receive: bool,
     changes: bool,
     backup: bool,
     gc: bool,
@@ -52,7 +55,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let (kind, mode) = (None, Mode::Random);
     let (trace, exchange, merge) = (false, false, false);
-    let (motion, changes, backup) = (false, false, false);
+    let (motion, receive, changes, backup) = (false, false, false, false);
     let mut arguments = Arguments {
         seeds: 1000,
         start: 0,
@@ -64,6 +67,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
         exchange,
         merge,
         motion,
+        receive,
         changes,
         backup,
         gc: false,
@@ -86,6 +90,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
             "--merge" => arguments.merge = true,
             "--gc" => arguments.gc = true,
             "--move" => arguments.motion = true,
+            "--receive" => arguments.receive = true,
             "--kind" => {
                 let name = words.next().unwrap_or_default();
                 arguments.kind = Some(name.parse().map_err(|error| format!("{error}"))?);
@@ -161,6 +166,19 @@ fn run_moves(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
     code
 }
 
+fn run_receivers(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
+    let mut all = ReceiveSummary::default();
+    let run = |seed| run_receive(seed, receive::Broken::Nothing, arguments.trace);
+    let code = each_seed(seeds, arguments, run, |one| all += one);
+    let ReceiveSummary { moved, busy, troubled, found, resumed, copied, ended_early, left, .. } = all;
+    println!("{moved} disks moved, {busy} of them under load, {troubled} through trouble; {copied} copied");
+    println!(
+        "{found} opened there, {resumed} jobs went on after a crash, {ended_early} ended early, {left} left a half"
+    );
+    println!("{} links cut, {} crashes here, {} there", all.cuts, all.crashes, all.crashes_there);
+    code
+}
+
 fn run_tracking(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
     let mut all = ChangesSummary::default();
     let run = |seed| match arguments.mode {
@@ -204,6 +222,9 @@ fn run(arguments: &Arguments) -> ExitCode {
     }
     if arguments.motion {
         return run_moves(seeds, arguments);
+    }
+    if arguments.receive {
+        return run_receivers(seeds, arguments);
     }
     let Arguments { kind, mode, .. } = *arguments;
     let totals = run_seeds(seeds, kind, mode, &options, arguments.threads, arguments.findings);

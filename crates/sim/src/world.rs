@@ -135,6 +135,19 @@ impl World {
         self.lock().faults_fired
     }
 
+    /// Something has failed that is no operation of this host.
+    pub(crate) fn count_fault(&self) {
+        self.lock().faults_fired += 1;
+    }
+
+    /// Somebody else on this host has written these bytes to the file at `path`, durably.
+    pub(crate) fn poke(&self, path: &Path, offset: u64, bytes: &[u8]) {
+        let mut state = self.lock();
+        if let Some(file) = state.names.get(path) {
+            state.files[file].poke(offset, bytes);
+        }
+    }
+
     /// Has one of the files, chosen by `choice`, hang: for so many steps no operation on it moves on.
     pub fn hang(&self, choice: u64, steps: u64) {
         let mut state = self.lock();

@@ -72,6 +72,12 @@ pub enum Broken {
     ChangesLeftOut,
     /// A moved disk gets its new name before its old one is gone.
     TwoNames,
+    /// A moved disk loses its old name before a note says where it is.
+    NotNoted,
+    /// A moved disk loses its old name before the host that takes it in knows that it may have it.
+    NotTold,
+    /// A copy gets its name on another host before a note says that nothing is written to it any more.
+    NamingNotNoted,
 }
 
 /// A leaf that sinks into its parent: what stays the same from batch to batch.

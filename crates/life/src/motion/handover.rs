@@ -221,7 +221,9 @@ async fn prepare_names<F: Files>(copier: &Copier<'_, '_, F>) -> Result<()> {
             // Where a disk went that was there says nothing about this one.
             remove_if_there(files, &names::moved(to)).await?;
         }
-        moved.write(files, disk).await?;
+        if copier.work.broken != Broken::NotNoted {
+            moved.write(files, disk).await?;
+        }
         match files.link(disk, &moved.image).await {
             // Without second names it is renamed at the hand-over.
             Err(error) if error.kind() == ErrorKind::Unsupported => refuse_taken(files, &moved.image).await?,
@@ -337,6 +339,7 @@ async fn take_names<F: Files>(copier: &Copier<'_, '_, F>) -> Result<(), Failure>
     check_names(copier).await.map_err(Failure::Disk)?;
     if copier.work.broken == Broken::TwoNames {
         give_name(files, place, new).await.map_err(Failure::Disk)?;
+        place.finish(copier.work, |_| {}).await.map_err(Failure::Disk)?;
     }
     if let Some(disk) = disk
         && let Err(error) = lose_name(files, old, disk, &place.moved.image).await

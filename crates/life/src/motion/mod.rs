@@ -38,7 +38,7 @@ use std::sync::Arc;
 
 use spile_core::{Disk, Error, ErrorKind, Files, Locator, Result};
 use spile_image::layer::{Identity, Layer};
-use spile_image::{Format, Graph};
+use spile_image::{Broken, Format, Graph};
 use spile_node::{OldEpoch, Stage};
 
 use crate::jobs::note::There;
@@ -313,7 +313,7 @@ async fn name_copy<F: Files>(work: &Work<'_, F>, place: &Place, plan: &Move, sta
     if place.moved.finish.is_none() {
         return Ok(());
     }
-    if let Some(disk) = &place.disk {
+    if let Some(disk) = place.disk.as_ref().filter(|_| work.broken != Broken::NamingNotNoted) {
         Note::say_there(work.files, disk, &Plan::Move(plan.clone()), There::Naming).await?;
     }
     status.set_phase(Phase::Naming);

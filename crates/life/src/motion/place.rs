@@ -292,7 +292,8 @@ impl Place {
     /// # Errors
     /// Why it does not know that.
     pub async fn tell_hand_over<F: Files>(&self, work: &Work<'_, F>) -> Result<()> {
-        let Some(order) = self.order(|id| Order::HandOver { id }).filter(|_| !self.is_told.get()) else {
+        let is_due = !self.is_told.get() && work.broken != Broken::NotTold;
+        let Some(order) = self.order(|id| Order::HandOver { id }).filter(|_| is_due) else {
             return Ok(());
         };
         order::give(work.files, &order).await?;

@@ -422,8 +422,12 @@ impl<F: Files> Receiver<'_, F> {
     /// `NotFound` when there is none; `Denied` when it is whole; the system's.
     pub async fn drop_half(&self, name: &str, id: Identity) -> Result<()> {
         let disk = self.disk(name)?;
-        let note = Received::read(self.files, &disk).await?.filter(|note| note.id == id);
-        match note {
+        let note = Received::read(self.files, &disk).await?;
+        if note.as_ref().is_none_or(|note| note.id == id) {
+            // A process that ended while it wrote a note has left that.
+            remove_if_there(self.files, &names::new_received(&disk)).await?;
+        }
+        match note.filter(|note| note.id == id) {
             None => Err(no_such_move(&disk)),
             Some(note) if note.state == ReceivedState::Whole || self.is_file(&disk, &note).await? => {
                 Err(Error::new(ErrorKind::Denied, "the disk was handed over, and is whole").at_path(&disk))

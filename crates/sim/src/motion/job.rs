@@ -9,11 +9,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use spile_core::metrics::Op;
-use spile_core::{Env, ErrorKind, Files, Locator, Timer};
+use spile_core::{Disk, Env, ErrorKind, Files, Locator, Timer};
 use spile_image::Format;
 use spile_life::jobs::{Job, Note, Plan, State, Wishes};
 use spile_life::motion::{CameFrom, Move, old_image};
 use spile_life::{Work, names};
+use spile_node::Node;
 
 use super::marks::Marked;
 use super::{Host, MotionNode};
@@ -22,7 +23,7 @@ use crate::rng::Rng;
 
 /// A clock on which time goes by only in sleeps, each of which is some turns of the executor: a few, or some more.
 #[derive(Default)]
-pub(super) struct Turns(AtomicU64);
+pub(crate) struct Turns(AtomicU64);
 
 impl Timer for Turns {
     fn sleep(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
@@ -93,7 +94,7 @@ impl Host {
         }
         crate::exec::spawn_beside(Box::pin(self.clone().watch(job.clone())));
         let (files, env, timer): (_, Arc<dyn Env>, _) = (self.world.files(), self.world.env(), Turns::default());
-        let marked = Marked { host: self, node, carrying: RefCell::default() };
+        let marked = Marked { of: &self.tracking, node, carrying: RefCell::default() };
         let work = Work {
             files: &files,
             asking: &files,
@@ -164,6 +165,19 @@ impl Host {
         !is_written
     }
 
+    /// Now and then an operator writes to the old image that the disk at `disk` has left.
+    async fn write_to_old_image(&self, image: &Path) {
+        use spile_core::{OpenMode, Segments, Store, StoreOffset, Via};
+        let opened = self.world.files().open(&image.into(), OpenMode::ReadWrite).await;
+        let store = opened.unwrap_or_else(|error| panic!("the old image does not open: {error:?}"));
+        let (bytes, at) = (Segments::zeroed(4096), store.len_bytes() / 2 / 4096 * 4096);
+        bytes.fill(77);
+        let written = store.write_at(StoreOffset(at), &bytes, Via::Cached).await;
+        written.unwrap_or_else(|error| panic!("{error:?}"));
+        drop(store);
+        self.world.settle(image);
+    }
+
     /// Looks whether a hand-over of the job is put off.
     async fn watch(self: Rc<Self>, job: Arc<Job>) {
         let mut is_put_off = false;
@@ -184,13 +198,13 @@ impl Host {
 }
 
 /// How many requests of clients have ended.
-fn requests(node: &MotionNode) -> u64 {
+pub(crate) fn requests<G: Disk>(node: &Node<G>) -> u64 {
     let reading = node.meter().read();
     Op::ALL.iter().map(|op| reading.op(*op).ended).sum()
 }
 
 /// Pauses and resumes the job, slows it, and ends it now and then.
-async fn meddle(job: Arc<Job>, mut rng: Rng) {
+pub(crate) async fn meddle(job: Arc<Job>, mut rng: Rng) {
     for _ in 0..rng.below(4) {
         pause(&mut rng, 300).await;
         match rng.below(8) {

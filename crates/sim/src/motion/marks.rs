@@ -5,43 +5,41 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use spile_core::{Disk, Error, ErrorKind, Extent, Files, Timer};
+use spile_core::{Disk, Error, ErrorKind, Extent, Files, Result, Store, Timer};
 use spile_image::Graph;
 use spile_life::changes::header::{Grain, Stamp};
 use spile_life::changes::{Broken, Changes, Found, Surroundings};
 use spile_life::{Later, Marks, names};
+use spile_node::Node;
 
 use super::job::Turns;
-use super::{Host, MotionNode};
-use crate::store::{SimFiles, SimStore};
+use crate::store::SimFiles;
+use crate::world::World;
 
-pub(super) type Tracker = Arc<Changes<SimFiles>>;
+/// What stays over the lives of a process that notes changes.
+pub(crate) struct Tracking {
+    pub world: World,
+    pub broken: Broken,
+    /// The changed blocks of the life that is under way, or of the one before.
+    pub tracker: RefCell<Option<Arc<Changes<SimFiles>>>>,
+}
 
 /// A disk and what is noted of its changes.
-pub(super) struct Marked<'a> {
-    pub host: &'a Host,
-    pub node: &'a MotionNode,
+pub(crate) struct Marked<'a, S: Store> {
+    pub of: &'a Tracking,
+    pub node: &'a Node<Graph<S>>,
     /// What is beside another image, too, and the name of its last checkpoint.
     pub carrying: RefCell<Option<(Changes<SimFiles>, Option<String>)>>,
 }
 
-impl Host {
+impl Tracking {
     fn around(&self) -> Surroundings<SimFiles> {
         let timer: Arc<dyn Timer> = Arc::new(Turns::default());
-        Surroundings {
-            files: self.world.files(),
-            env: self.world.env(),
-            timer,
-            alarm: |_, _| {},
-            broken: match self.broken {
-                super::Broken::CarriedLate => Broken::CarriedLate,
-                _ => Broken::Nothing,
-            },
-        }
+        Surroundings { files: self.world.files(), env: self.world.env(), timer, alarm: |_, _| {}, broken: self.broken }
     }
 
     /// What the image of `graph` looks like: which file it is.
-    fn found(&self, graph: &Graph<SimStore>) -> Found {
+    fn found<S: Store>(&self, graph: &Graph<S>) -> Found {
         self.found_at(graph.handles()[0].path())
     }
 
@@ -65,21 +63,8 @@ impl Host {
         paths.iter().map(one).collect::<Option<Vec<_>>>().map(|all| all.join(" / "))
     }
 
-    /// Now and then an operator writes to the old image that the disk at `disk` has left.
-    pub(super) async fn write_to_old_image(&self, image: &Path) {
-        use spile_core::{OpenMode, Segments, Store, StoreOffset, Via};
-        let opened = self.world.files().open(&image.into(), OpenMode::ReadWrite).await;
-        let store = opened.unwrap_or_else(|error| panic!("the old image does not open: {error:?}"));
-        let (bytes, at) = (Segments::zeroed(4096), store.len_bytes() / 2 / 4096 * 4096);
-        bytes.fill(77);
-        let written = store.write_at(StoreOffset(at), &bytes, Via::Cached).await;
-        written.unwrap_or_else(|error| panic!("{error:?}"));
-        drop(store);
-        self.world.settle(image);
-    }
-
     /// Opens what lies beside the disk that was just opened.
-    pub(super) async fn open_changes(&self, node: &MotionNode) {
+    pub async fn open<S: Store>(&self, node: &Node<Graph<S>>) {
         let graph = node.graph().await;
         let disk = graph.handles()[0].path().to_owned();
         let before = self.tracker.take();
@@ -91,37 +76,36 @@ impl Host {
         let opened = Changes::open(self.around(), &disk, node.size_bytes(), self.found(&graph)).await;
         let opened = opened.unwrap_or_else(|error| panic!("the changed blocks do not open: {error:?}"));
         if let Some(changes) = opened {
-            changes.attach(&**node).await.unwrap_or_else(|error| panic!("cannot attach: {error:?}"));
+            changes.attach(node).await.unwrap_or_else(|error| panic!("cannot attach: {error:?}"));
             *self.tracker.borrow_mut() = Some(Arc::new(changes));
         }
     }
 
     /// Closes them in order, after the disk of `graph`.
-    pub(super) async fn close_changes(&self, graph: &Graph<SimStore>) {
-        let Some(changes) = self.tracker.borrow().clone() else { return };
-        let is_beside = spile_core::Store::path(changes.store()) == names::changes(graph.handles()[0].path());
-        let closed = match is_beside {
+    pub async fn close<S: Store>(&self, graph: &Graph<S>) -> Result<()> {
+        let Some(changes) = self.tracker.borrow().clone() else { return Ok(()) };
+        let is_beside = Store::path(changes.store()) == names::changes(graph.handles()[0].path());
+        match is_beside {
             true => changes.close(self.found(graph).stamp).await,
             false => changes.leave().await,
-        };
-        assert!(closed.is_ok() || self.has_faults(), "the changed blocks do not close: {closed:?}");
+        }
     }
 }
 
-impl Marks for Marked<'_> {
+impl<S: Store> Marks for Marked<'_, S> {
     fn begin<'a>(&'a self, name: &'a str) -> Later<'a, ()> {
         Box::pin(async move {
             self.end(name).await?;
-            let known = self.host.tracker.borrow().clone().filter(|changes| changes.loss().is_none());
+            let known = self.of.tracker.borrow().clone().filter(|changes| changes.loss().is_none());
             let changes = match known {
                 Some(changes) => changes,
                 None => {
                     let graph = self.node.graph().await;
                     let (disk, bytes) = (graph.handles()[0].path(), self.node.size_bytes());
                     let grain = Grain { block_bytes: 4096, area_bytes: 16 << 10 };
-                    let made = Changes::create(self.host.around(), disk, bytes, grain, self.host.found(&graph)).await?;
+                    let made = Changes::create(self.of.around(), disk, bytes, grain, self.of.found(&graph)).await?;
                     let made = Arc::new(made);
-                    *self.host.tracker.borrow_mut() = Some(made.clone());
+                    *self.of.tracker.borrow_mut() = Some(made.clone());
                     made
                 }
             };
@@ -131,7 +115,7 @@ impl Marks for Marked<'_> {
 
     fn changed<'a>(&'a self, name: &'a str, within: Range<u64>) -> Later<'a, Option<Vec<Extent>>> {
         Box::pin(async move {
-            let Some(changes) = self.host.tracker.borrow().clone() else { return Ok(None) };
+            let Some(changes) = self.of.tracker.borrow().clone() else { return Ok(None) };
             match changes.between(name, None, within, self.node.size_bytes()).await {
                 Ok(changed) => Ok(changed.warning.is_none().then_some(changed.ranges)),
                 Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
@@ -142,14 +126,14 @@ impl Marks for Marked<'_> {
 
     fn end<'a>(&'a self, name: &'a str) -> Later<'a, ()> {
         Box::pin(async move {
-            let Some(changes) = self.host.tracker.borrow().clone() else { return Ok(()) };
+            let Some(changes) = self.of.tracker.borrow().clone() else { return Ok(()) };
             match changes.remove(self.node, name).await {
                 Err(error) if error.kind() == ErrorKind::NotFound => {}
                 removed => removed?,
             }
             if changes.names().await.0.is_empty() {
                 changes.leave().await?;
-                self.host.tracker.take();
+                self.of.tracker.take();
             }
             Ok(())
         })
@@ -158,17 +142,17 @@ impl Marks for Marked<'_> {
     fn rename<'a>(&'a self, name: &'a str, to: &'a str) -> Later<'a, ()> {
         Box::pin(async move {
             self.end(to).await?;
-            let changes = self.host.tracker.borrow().clone();
+            let changes = self.of.tracker.borrow().clone();
             changes.ok_or_else(|| Error::new(ErrorKind::NotFound, "nothing is noted"))?.rename(name, to).await
         })
     }
 
     fn carry<'a>(&'a self, half: &'a Path, to: &'a Path, since: Option<&'a str>) -> Later<'a, bool> {
         Box::pin(async move {
-            let known = self.host.tracker.borrow().clone().filter(|changes| changes.loss().is_none());
+            let known = self.of.tracker.borrow().clone().filter(|changes| changes.loss().is_none());
             let Some(changes) = known else { return Ok(false) };
-            let found = self.host.found_at(half);
-            let new = changes.carry(self.host.around(), &**self.node, (to, found), since).await?;
+            let found = self.of.found_at(half);
+            let new = changes.carry(self.of.around(), self.node, (to, found), since).await?;
             self.carrying.replace(Some((new, since.map(str::to_owned))));
             Ok(true)
         })
@@ -177,18 +161,18 @@ impl Marks for Marked<'_> {
     fn carried<'a>(&'a self, is_there: bool) -> Later<'a, ()> {
         Box::pin(async move {
             let carrying = self.carrying.take();
-            let known = self.host.tracker.borrow().clone();
+            let known = self.of.tracker.borrow().clone();
             let (Some((new, since)), Some(old)) = (carrying, known) else { return Ok(()) };
             if !is_there {
-                return old.left_behind(&**self.node, new).await;
+                return old.left_behind(self.node, new).await;
             }
-            let carried = new.carried(&**self.node, since.as_deref()).await;
-            *self.host.tracker.borrow_mut() = Some(Arc::new(new));
+            let carried = new.carried(self.node, since.as_deref()).await;
+            *self.of.tracker.borrow_mut() = Some(Arc::new(new));
             carried.and(old.leave().await)
         })
     }
 
     fn look<'a>(&'a self, paths: &'a [PathBuf]) -> Later<'a, Option<String>> {
-        Box::pin(async move { Ok(self.host.look(paths)) })
+        Box::pin(async move { Ok(self.of.look(paths)) })
     }
 }

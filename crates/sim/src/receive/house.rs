@@ -1,0 +1,454 @@
+//! The other host: what `spile receive` does around the real [`Receiver`]. The house of `spile-server`, with its engine and its sockets, is mirrored here in
+//! few lines: one order at a time, one link that writes, a flush before a copy is whole, images that are open for as long as somebody is connected.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use spile_core::{Disk, Env, Error, ErrorKind, Files, Locator, OpenMode, Result, Store};
+use spile_image::layer::{Identity, Layer};
+use spile_image::{Graph, OpenOptions};
+use spile_life::motion::{Order, Received, ReceivedPlace, ReceivedState, Receiver};
+use spile_life::names;
+use spile_node::Node;
+
+use super::Broken;
+use super::link::Connection;
+use crate::exec::{Executor, Process, block_on, spawn_in};
+use crate::live::turns;
+use crate::oracle::Crash;
+use crate::rng::Rng;
+use crate::store::{SimFiles, SimStore};
+use crate::world::World;
+
+/// The process of the receiver.
+pub(super) const THERE: Process = 1;
+
+/// Where disks come to.
+pub(super) const FOLDER: &str = "/coming";
+
+/// So often it is looked whether somebody has let go of a file.
+const MOST_LOOKS: usize = 400;
+
+/// The file of somebody who wants to have a name.
+const STRANGE: &[u8; 14] = b"no disk of us.";
+
+pub(super) fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The other host over all lives of its process.
+pub(super) struct There {
+    pub world: World,
+    pub rng: Mutex<Rng>,
+    pub broken: Broken,
+    house: Mutex<Option<Arc<House>>>,
+    connections: Mutex<Vec<Weak<Connection>>>,
+    /// How often links were cut, and how often the process has ended.
+    pub troubles: AtomicUsize,
+    /// What is sent takes long now and then.
+    pub is_slow: AtomicBool,
+}
+
+/// One life of its process.
+pub(super) struct House {
+    files: HouseFiles,
+    env: Arc<dyn Env>,
+    broken: Broken,
+    busy: async_lock::Mutex<()>,
+    open: Mutex<BTreeMap<String, Arc<OpenDisk>>>,
+    /// The last link of each half, and all those in whose place others have come.
+    last: Mutex<BTreeMap<String, Identity>>,
+    ended: Mutex<Vec<Identity>>,
+    is_dead: AtomicBool,
+}
+
+/// A disk that somebody is connected to.
+pub(super) struct OpenDisk {
+    pub node: Node<Graph<SimStore>>,
+    /// The link that writes.
+    writer: Mutex<Option<Identity>>,
+    users: AtomicUsize,
+    /// Nothing that was not begun is done any more.
+    is_stopped: AtomicBool,
+    connections: Mutex<Vec<Weak<Connection>>>,
+}
+
+/// What a connection, and each of its requests, has of a disk.
+pub(super) struct Lease {
+    house: Arc<House>,
+    name: String,
+    pub of: Arc<OpenDisk>,
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if self.of.users.fetch_sub(1, SeqCst) == 1 && !self.house.is_dead.load(SeqCst) {
+            let (house, name, of) = (self.house.clone(), self.name.clone(), Arc::downgrade(&self.of));
+            spawn_in(THERE, Box::pin(async move { house.close_unused(&name, &of).await }));
+        }
+    }
+}
+
+impl OpenDisk {
+    pub fn is_stopped(&self) -> bool {
+        self.is_stopped.load(SeqCst)
+    }
+
+    pub fn add(&self, connection: &Arc<Connection>) {
+        lock(&self.connections).push(Arc::downgrade(connection));
+    }
+
+    /// No request comes to it any more by the connections that there are.
+    fn stop(&self) {
+        self.is_stopped.store(true, SeqCst);
+        let connected = std::mem::take(&mut *lock(&self.connections));
+        connected.iter().filter_map(Weak::upgrade).for_each(|connection| connection.cut());
+    }
+
+    async fn close(&self) {
+        // Whoever has written knows what was flushed; what fails here is seen by the next one who opens it.
+        let _ = self.node.close().await;
+    }
+}
+
+impl There {
+    pub fn new(world: World, rng: Rng, broken: Broken) -> Self {
+        let (house, connections, troubles, is_slow) = Default::default();
+        let there = Self { world, rng: Mutex::new(rng), broken, house, connections, troubles, is_slow };
+        there.start();
+        there
+    }
+
+    /// The process begins, if there is none.
+    pub fn start(&self) {
+        lock(&self.house).get_or_insert_with(|| Arc::new(House::new(&self.world, self.broken)));
+    }
+
+    pub fn house(&self) -> Option<Arc<House>> {
+        lock(&self.house).clone()
+    }
+
+    pub fn draw<T>(&self, draw: impl FnOnce(&mut Rng) -> T) -> T {
+        draw(&mut lock(&self.rng))
+    }
+
+    pub fn add(&self, connection: &Arc<Connection>) {
+        let mut all = lock(&self.connections);
+        all.retain(|known| known.strong_count() > 0);
+        all.push(Arc::downgrade(connection));
+    }
+
+    /// All links are cut. What was sent is lost, or comes late.
+    pub fn cut_links(&self) {
+        self.troubles.fetch_add(1, SeqCst);
+        let all = std::mem::take(&mut *lock(&self.connections));
+        all.iter().filter_map(Weak::upgrade).for_each(|connection| connection.cut());
+    }
+
+    /// The process ends, or its host does.
+    pub fn crash(&self, executor: &mut Executor, crash: Crash) {
+        if let Some(house) = lock(&self.house).take() {
+            house.is_dead.store(true, SeqCst);
+        }
+        self.world.end(Some(crash));
+        self.cut_links();
+        executor.end_process(THERE);
+    }
+
+    pub fn has(&self, path: &Path) -> bool {
+        self.world.file_number(path).is_some()
+    }
+
+    /// There is a disk at `path`: no empty file that keeps its name, and none of somebody else.
+    pub fn has_disk(&self, path: &Path) -> bool {
+        let Some(view) = self.world.view(path) else { return false };
+        let mut first = [0; STRANGE.len()];
+        view.read(0, &mut first);
+        view.len() > 0 && first != *STRANGE
+    }
+
+    /// Somebody here, where no process takes disks in, does what is allowed while a disk comes to `name`: what is known as a half goes, or a file gets that name.
+    pub fn meddle(&self, name: &str, takes_name: bool) {
+        let disk = Path::new(FOLDER).join(name);
+        if takes_name {
+            if !self.has(&disk) {
+                self.world.install(&disk, STRANGE);
+            }
+            return;
+        }
+        let house = House::new(&self.world, Broken::Nothing);
+        block_on(&self.world, async move {
+            let note = Received::read(&house.files, &disk).await.ok().flatten();
+            if let Some(note) = note.filter(|note| note.state != ReceivedState::HandingOver) {
+                let name = disk.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+                // One that is whole is refused.
+                let _ = house.with_receiver(async |receiver| receiver.drop_half(name, note.id).await).await;
+            }
+        });
+    }
+}
+
+impl House {
+    fn new(world: &World, broken: Broken) -> Self {
+        let (busy, open, last, ended, is_dead) = Default::default();
+        let (files, env) = (HouseFiles { files: world.files(), broken }, world.env());
+        Self { files, env, broken, busy, open, last, ended, is_dead }
+    }
+
+    /// What a connection of `link` finds that asks for `export`: a disk, or the answer to an order.
+    pub async fn find(self: &Arc<Self>, export: &str, link: Identity) -> Result<Option<Arc<Lease>>> {
+        match Order::of_export(export) {
+            None => self.whole(export, link).await.map(Some),
+            Some((Order::GoOn { id, link }, name)) => self.go_on(name, id, link).await.map(Some),
+            Some((Order::Finish { id }, name)) => self.finish(name, id).await.map(|()| None),
+            Some((order, name)) => {
+                let _alone = self.busy.lock().await;
+                self.with_receiver(async |receiver| self.obey(receiver, order, name).await).await.map(|()| None)
+            }
+        }
+    }
+
+    pub async fn with_receiver<T>(&self, work: impl AsyncFnOnce(&Receiver<'_, HouseFiles>) -> T) -> T {
+        let which = |store: &SimStore| format!("{:?}", store.file_identity());
+        let (files, folder) = (&self.files, Path::new(FOLDER));
+        work(&Receiver { files, asking: files, env: &self.env, folder, which: &which }).await
+    }
+
+    /// Does what an order asks for that needs no image.
+    async fn obey(&self, receiver: &Receiver<'_, HouseFiles>, order: Order, name: &str) -> Result<()> {
+        match order {
+            Order::Begin { id, size_bytes } => receiver.begin(name, id, size_bytes).await.map_err(refused).map(drop),
+            Order::Ask { id } if self.broken == Broken::WholeIsHalf => receiver.go_on(name, id).await.map(drop),
+            Order::Ask { id } => receiver.check_half(name, id).await.map(drop),
+            Order::HandOver { id } => {
+                receiver.hand_over(name, id).await.map_err(refused)?;
+                match self.broken {
+                    Broken::NameNotKept => self.files.remove(&receiver.disk(name)?).await,
+                    _ => Ok(()),
+                }
+            }
+            Order::Drop { id } => {
+                receiver.drop_half(name, id).await.map_err(refused)?;
+                lock(&self.open).remove(name);
+                Err(Error::new(ErrorKind::Denied, "the half-made image is removed"))
+            }
+            // The jobs of the simulator send no checkpoints and take no disk back, and the others have a method of their own.
+            Order::Back { .. }
+            | Order::Marks { .. }
+            | Order::Marked { .. }
+            | Order::GoOn { .. }
+            | Order::Finish { .. } => Err(Error::new(ErrorKind::Denied, "this is not done here")),
+        }
+    }
+
+    /// The disk that was handed over. One link at a time has it.
+    async fn whole(self: &Arc<Self>, name: &str, link: Identity) -> Result<Arc<Lease>> {
+        self.wait(async |receiver| {
+            let place = receiver.whole(name).await?;
+            self.enter(name, &place, Some(link), false).await
+        })
+        .await
+    }
+
+    /// The image of a move. While it is half, a new link takes the place of the one before.
+    async fn go_on(self: &Arc<Self>, name: &str, id: Identity, link: Identity) -> Result<Arc<Lease>> {
+        self.wait(async |receiver| {
+            let (place, state) = receiver.go_on(name, id).await?;
+            self.enter(name, &place, Some(link), state != ReceivedState::Whole).await
+        })
+        .await
+    }
+
+    /// The image gets its name.
+    async fn finish(self: &Arc<Self>, name: &str, id: Identity) -> Result<()> {
+        if self.broken == Broken::FinishedLate {
+            let (own, name) = (self.clone(), name.to_owned());
+            let late = async move {
+                turns(300).await;
+                let _alone = own.busy.lock().await;
+                let _ = own.with_receiver(async |receiver| receiver.finish(&name, id, None).await).await;
+            };
+            spawn_in(THERE, Box::pin(late));
+            return Ok(());
+        }
+        let state = self.with_receiver(async |receiver| receiver.go_on(name, id).await).await.map_err(refused)?.1;
+        let lease = match state {
+            ReceivedState::Whole => None,
+            _ => {
+                let open = self.wait(async |receiver| {
+                    let (place, _) = receiver.go_on(name, id).await.map_err(refused)?;
+                    self.enter(name, &place, None, true).await
+                });
+                Some(open.await?)
+            }
+        };
+        let _alone = self.busy.lock().await;
+        let node = lease.as_ref().map(|lease| &lease.of.node);
+        if let Some(node) = node {
+            node.flush_once().await?;
+        }
+        let graph = node.and_then(|node| node.graph_now());
+        let store = graph.as_ref().map(|graph| graph.handles()[0].image().store());
+        self.with_receiver(async |receiver| receiver.finish(name, id, store).await).await.map_err(refused).map(drop)
+    }
+
+    /// Tries to use a disk until that is possible. Others come to their turn between two tries.
+    async fn wait(
+        &self,
+        once: impl AsyncFn(&Receiver<'_, HouseFiles>) -> Result<Option<Arc<Lease>>>,
+    ) -> Result<Arc<Lease>> {
+        for _ in 0..MOST_LOOKS {
+            let alone = self.busy.lock().await;
+            let tried = self.with_receiver(&once).await?;
+            drop(alone);
+            match tried {
+                Some(lease) => return Ok(lease),
+                None => turns(10).await,
+            }
+        }
+        Err(Error::new(ErrorKind::Busy, "somebody else has this disk"))
+    }
+
+    fn find_open(&self, name: &str) -> Option<Arc<OpenDisk>> {
+        lock(&self.open).get(name).cloned()
+    }
+
+    /// One more user of the disk at `place`, which writes by `link`, if it writes. `None` when that is not possible yet.
+    async fn enter(
+        self: &Arc<Self>,
+        name: &str,
+        place: &ReceivedPlace,
+        link: Option<Identity>,
+        is_half: bool,
+    ) -> Result<Option<Arc<Lease>>> {
+        if link.is_some_and(|link| lock(&self.ended).contains(&link)) {
+            return Err(Error::new(ErrorKind::Denied, "another link has come in the place of this one"));
+        }
+        let of = match self.find_open(name) {
+            Some(open) => open,
+            None => match self.open_disk(place).await {
+                Err(error) if error.kind() == ErrorKind::Busy => return Ok(None),
+                opened => {
+                    let open = Arc::new(opened?);
+                    lock(&self.open).insert(name.to_owned(), open.clone());
+                    open
+                }
+            },
+        };
+        if let Some(link) = link {
+            let mut writer = lock(&of.writer);
+            match *writer {
+                None => {
+                    *writer = Some(link);
+                    let before = match is_half {
+                        true => lock(&self.last).insert(name.to_owned(), link),
+                        false => lock(&self.last).remove(name).and(None),
+                    };
+                    lock(&self.ended)
+                        .extend(before.filter(|before| *before != link && self.broken != Broken::LinksNotFenced));
+                }
+                Some(other) if other == link => {}
+                Some(_) if is_half && self.broken == Broken::LinksNotFenced => {}
+                Some(other) => {
+                    if is_half {
+                        lock(&self.ended).push(other);
+                        of.stop();
+                    }
+                    return Ok(None);
+                }
+            }
+        }
+        of.users.fetch_add(1, SeqCst);
+        Ok(Some(Arc::new(Lease { house: self.clone(), name: name.to_owned(), of })))
+    }
+
+    async fn open_disk(&self, place: &ReceivedPlace) -> Result<OpenDisk> {
+        let options = OpenOptions { format: Some(place.format), ..OpenOptions::default() };
+        let graph = Graph::open(&self.files, self.env.clone(), Locator::from(&place.path), &options).await?;
+        graph.begin();
+        let (writer, users, is_stopped, connections) = Default::default();
+        Ok(OpenDisk { node: Node::new(graph), writer, users, is_stopped, connections })
+    }
+
+    async fn close_unused(&self, name: &str, of: &Weak<OpenDisk>) {
+        let _alone = self.busy.lock().await;
+        let Some(of) = of.upgrade().filter(|of| of.users.load(SeqCst) == 0) else { return };
+        let is_known = self.find_open(name).is_some_and(|known| Arc::ptr_eq(&known, &of));
+        if is_known {
+            lock(&self.open).remove(name);
+        }
+        of.close().await;
+    }
+}
+
+/// What a client is told of an order that is refused: that there is no such thing says only a host without a receiver.
+fn refused(error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::NotFound => Error::new(ErrorKind::Denied, error.message().to_owned()).caused_by(error),
+        _ => error,
+    }
+}
+
+/// The files of the other host, which can break a rule of the receiver's order on purpose.
+#[derive(Clone)]
+pub(super) struct HouseFiles {
+    files: SimFiles,
+    broken: Broken,
+}
+
+impl HouseFiles {
+    fn is_half(path: &Path) -> bool {
+        names::disk_of(path).is_some_and(|disk| names::receiving(&disk) == path)
+    }
+}
+
+impl Files for HouseFiles {
+    type Store = SimStore;
+
+    async fn open(&self, at: &Locator, mode: OpenMode) -> Result<SimStore> {
+        self.files.open(at, mode).await
+    }
+
+    async fn create(&self, path: &Path, len_bytes: u64) -> Result<SimStore> {
+        let store = Files::create(&self.files, path, len_bytes).await?;
+        store.void_syncs(self.broken == Broken::HalfNotDurable && Self::is_half(path));
+        Ok(store)
+    }
+
+    async fn rename(&self, from: &Path, to: &Path) -> Result<()> {
+        self.files.rename(from, to).await?;
+        if self.broken == Broken::HalfNotDurable
+            && let Some(disk) = names::disk_of(to)
+            && let Ok(half) = self.files.open(&names::receiving(&disk).into(), OpenMode::ReadOnly).await
+        {
+            half.void_syncs(false);
+        }
+        Ok(())
+    }
+
+    async fn link(&self, from: &Path, to: &Path) -> Result<()> {
+        self.files.link(from, to).await
+    }
+
+    async fn is_at(&self, store: &SimStore, path: &Path) -> Result<bool> {
+        self.files.is_at(store, path).await
+    }
+
+    async fn reopen(&self, store: &SimStore, mode: OpenMode) -> Result<SimStore> {
+        self.files.reopen(store, mode).await
+    }
+
+    async fn remove(&self, path: &Path) -> Result<()> {
+        self.files.remove(path).await
+    }
+
+    async fn sync_names(&self, path: &Path) -> Result<()> {
+        self.files.sync_names(path).await
+    }
+
+    async fn canonical(&self, path: &Path) -> Result<PathBuf> {
+        self.files.canonical(path).await
+    }
+}

@@ -1,0 +1,233 @@
+//! The jobs of [`super`], and what must be true when they have ended.
+
+use std::cell::RefCell;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+
+use spile_core::{Env, ErrorKind, Files, Locator};
+use spile_image::Format;
+use spile_image::layer::Identity;
+use spile_life::Work;
+use spile_life::jobs::{Job, Note, Plan, State, Wishes};
+use spile_life::motion::{Move, Received, old_image};
+use spile_life::names;
+
+use super::house::FOLDER;
+use super::link::export;
+use super::{Broken, Host, LinkNode};
+use crate::live::{pause, turns};
+use crate::motion::job::{Turns, meddle, requests};
+use crate::motion::marks::Marked;
+use crate::rng::Rng;
+
+/// The path of the disk `name` on the other host.
+pub(super) fn there_at(name: &str) -> PathBuf {
+    Path::new(FOLDER).join(name)
+}
+
+/// The name there of the disk that a move takes to `to`.
+fn name_of(to: &Locator) -> String {
+    to.to_string().rsplit('/').next().unwrap_or_default().to_owned()
+}
+
+impl Host {
+    /// Goes on with the job that the note names, then begins others, until the disk is gone.
+    pub(super) async fn jobs(self: Rc<Self>, node: LinkNode, mut rng: Rng) {
+        match Note::read(&self.files(), &self.at).await {
+            Ok(Some(Note { plan, copied, .. })) => {
+                self.count(|summary| {
+                    (summary.resumed, summary.taken_up) =
+                        (summary.resumed + 1, summary.taken_up + u64::from(copied.is_some()));
+                });
+                if self.job(&node, plan, &mut rng).await == State::Stopped {
+                    return;
+                }
+            }
+            Ok(None) => {}
+            Err(error) => assert!(self.has_faults(), "the note cannot be read: {error:?}"),
+        }
+        for _ in 0..rng.between(1, 2) {
+            pause(&mut rng, 100).await;
+            if !self.is_here() {
+                return;
+            }
+            self.begun.set(self.begun.get() + 1);
+            let stays = rng.chance(1, 5);
+            // Who writes to a copy that is whole writes to its file.
+            let extension = if stays || rng.chance(1, 2) { "raw" } else { "vhd" };
+            let plan = Plan::Move(Move {
+                to: export(&format!("disk{}.{extension}", self.begun.get())),
+                format: Format::Raw,
+                deletes_source: rng.chance(1, 3),
+                stays,
+                has_no_mark: false,
+                id: Some(Identity(self.here.env().random_16())),
+            });
+            if self.job(&node, plan, &mut rng).await == State::Stopped {
+                return;
+            }
+        }
+    }
+
+    /// One job, and what must be true when it has ended.
+    async fn job(self: &Rc<Self>, node: &LinkNode, plan: Plan, rng: &mut Rng) -> State {
+        let Plan::Move(Move { to, deletes_source, stays, .. }) = &plan else {
+            panic!("a job that nobody has begun: {plan:?}")
+        };
+        let name = name_of(to);
+        *self.to.borrow_mut() = Some(name.clone());
+        if *stays {
+            self.copies.borrow_mut().insert(name.clone());
+        }
+        let (troubles, was_there) = (self.there.troubles.load(SeqCst), self.there.house().is_some());
+        let limit_bytes_per_s = rng.chance(1, 4).then_some(1 << 20);
+        let job = Arc::new(Job::new(Wishes { limit_bytes_per_s, ..Wishes::default() }));
+        if *stays {
+            crate::exec::spawn_beside(Box::pin(finish_later(job.clone(), Rng::new(rng.word()))));
+        }
+        if rng.chance(1, 3) {
+            crate::exec::spawn_beside(Box::pin(meddle(job.clone(), Rng::new(rng.word()))));
+        }
+        let (files, env, timer): (_, Arc<dyn Env>, _) = (self.files(), self.here.env(), Turns::default());
+        let marked = Marked { of: &self.tracking, node, carrying: RefCell::default() };
+        let work = Work {
+            files: &files,
+            asking: &files,
+            env: &env,
+            timer: &timer,
+            node,
+            job: &job,
+            neighbours: &Vec::new(),
+            marks: Some(&marked),
+            sizes: self.sizes,
+            broken: self.broken.of_mover(),
+        };
+        let before = requests(node);
+        let ended = spile_life::run(&work, &plan).await;
+        let is_busy = requests(node) > before;
+        let had_trouble = self.there.troubles.load(SeqCst) > troubles || !was_there;
+        let is_at = node.graph().await.handles()[0].path().to_owned();
+        match ended {
+            Ok(()) if *stays => {
+                assert!(self.is_here() && is_at == self.at, "a copy has taken the disk away");
+                assert!(self.there.has_disk(&there_at(&name)), "a copy that is done has no name");
+                self.count(|summary| summary.copied += 1);
+            }
+            Ok(()) => {
+                assert!(is_at.ends_with(&name), "the disk is not at its new place, but at {}", is_at.display());
+                assert!(!self.is_here(), "the disk has its old name still");
+                // A job that was stopped leaves the new name to the next process.
+                let is_named = self.there.has_disk(&there_at(&name));
+                assert!(is_named || job.is_stopping() || self.has_faults(), "a move that is done has no name there");
+                let is_kept = self.here.file_number(&old_image(&self.at)).is_some();
+                let may_be_kept = self.has_faults() || !is_named;
+                assert!(is_kept != *deletes_source || may_be_kept, "the old image is kept: {is_kept}");
+                self.count(|summary| {
+                    (summary.moved, summary.busy) = (summary.moved + 1, summary.busy + u64::from(is_busy));
+                    summary.troubled += u64::from(had_trouble);
+                });
+            }
+            Err(error) => {
+                assert!(is_at == self.at && self.is_here(), "a move that has failed has changed the disk: {error:?}");
+                let was_told = matches!(job.state(), State::Cancelled | State::Stopped);
+                let fine = (was_told && error.kind() == ErrorKind::Shutdown) || self.has_faults();
+                let fine = fine || error.to_string().contains("cannot take the disk's place");
+                // Nothing was copied yet.
+                let has_begun = job.report().motion.is_some();
+                let fine = fine || had_trouble && !has_begun;
+                // A copy got its name, and the process ended before it was told.
+                let is_whole_copy = *stays && self.there.has_disk(&there_at(&name));
+                let fine = fine || (error.kind() == ErrorKind::Denied && is_whole_copy);
+                assert!(fine, "{plan:?} failed without a fault: {error:?}");
+                if job.state() != State::Stopped && !had_trouble && !self.has_faults() {
+                    // An order to drop it may be on its way still.
+                    turns(1).await;
+                    let is_left = self.has_half(&name) && !is_whole_copy;
+                    assert!(!is_left, "a move that was given up has left a half there: {error:?}");
+                }
+                self.count(|summary| summary.ended_early += 1);
+            }
+        }
+        self.check_note(job.state()).await;
+        job.state()
+    }
+
+    /// Something of a move to `name` is there that is not whole.
+    pub(super) fn has_half(&self, name: &str) -> bool {
+        let disk = there_at(name);
+        self.there.has(&names::receiving(&disk))
+            || self.there.has(&names::received(&disk)) && !self.there.has_disk(&disk)
+    }
+
+    /// The note is there exactly when the next process is to go on.
+    async fn check_note(&self, state: State) {
+        let there = self.files().canonical(&names::job(&self.at)).await.is_ok();
+        let is_right = there == (state == State::Stopped);
+        assert!(is_right || self.has_faults(), "after a job that is {state:?} its note is there: {there}");
+    }
+
+    /// Somebody on the other host uses the copies that are whole, and nobody else writes to them from then on.
+    pub(super) fn use_copies(&self) {
+        for name in self.copies.borrow().iter() {
+            let (disk, world) = (there_at(name), &self.there.world);
+            let is_whole = world.view(&names::received(&disk)).is_some_and(|note| {
+                let mut text = vec![0; note.len() as usize];
+                note.read(0, &mut text);
+                String::from_utf8_lossy(&text).contains("\nstate whole\n")
+            });
+            let Some(view) = world.view(&disk).filter(|_| is_whole) else { continue };
+            let mut first = [0; USED.len()];
+            view.read(0, &mut first);
+            if self.used.borrow_mut().insert(name.clone()) {
+                world.poke(&disk, 0, USED);
+                self.count(|summary| summary.used += 1);
+            } else {
+                assert_eq!(&first[..], USED, "somebody has written to a copy that is whole, and in use");
+            }
+        }
+    }
+
+    /// An operator removes the halves of moves that nobody goes on with.
+    pub(super) async fn clean_up(&self) {
+        let files = self.there.world.files();
+        for number in 1..=self.begun.get() {
+            for name in [format!("disk{number}.raw"), format!("disk{number}.vhd")] {
+                let note = Received::read(&files, &there_at(&name)).await;
+                let note = note.unwrap_or_else(|error| panic!("a note there cannot be read: {error:?}"));
+                // Without a note, any move may ask for that.
+                let id = note.map_or(Identity([0; 16]), |note| note.id);
+                let was_left = self.has_half(&name);
+                let house = self.there.house().expect("the process there has begun");
+                let dropped = house.with_receiver(async |receiver| receiver.drop_half(&name, id).await).await;
+                match dropped {
+                    Ok(()) => self.count(|summary| summary.left += 1),
+                    Err(error) => {
+                        let is_whole = self.there.has_disk(&there_at(&name));
+                        assert!(!was_left || is_whole, "what was left cannot be removed: {error:?}");
+                    }
+                }
+            }
+        }
+        let is_tidy = |path: &PathBuf| {
+            let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            !path.starts_with(FOLDER)
+                || !file.starts_with('.') && self.there.has_disk(path)
+                || names::disk_of(path).is_some_and(|disk| {
+                    // A name more of a disk that is whole goes when the order is given again.
+                    path == &names::received(&disk) && self.there.has_disk(&disk)
+                })
+        };
+        let left: Vec<_> = self.there.world.names().into_iter().filter(|path| !is_tidy(path)).collect();
+        assert!(left.is_empty() || self.broken != Broken::Nothing, "this is left on the other host: {left:?}");
+    }
+}
+
+const USED: &[u8] = b"this copy is in use";
+
+/// Tells a copy that stays in step to end.
+async fn finish_later(job: Arc<Job>, mut rng: Rng) {
+    pause(&mut rng, 600).await;
+    job.finish();
+}

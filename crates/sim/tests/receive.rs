@@ -1,0 +1,102 @@
+//! Disks moved to another host under load, crashes, power cuts and cut links: nothing is found, and a rule that is broken on purpose is.
+
+use spile_sim::motion::Broken as BrokenMove;
+use spile_sim::receive::{Broken, ReceiveSummary, run_receive};
+
+const SEEDS: u64 = 3000;
+
+#[test]
+fn three_hundred_seeds_find_nothing() {
+    let mut all = ReceiveSummary::default();
+    for seed in 0..300 {
+        let done = run_receive(seed, Broken::Nothing, false);
+        all += done.unwrap_or_else(|finding| panic!("seed {seed}: {}", finding.message));
+    }
+    println!("{all:?}");
+    assert!(all.moved > 100 && all.busy > 80 && all.found > 200, "too little happened: {all:?}");
+    assert!(all.troubled > 15 && all.taken_up > 15 && all.resumed > 80, "too little trouble: {all:?}");
+    assert!(all.used > 8 && all.ended_early > 40 && all.left > 5, "too little happened: {all:?}");
+}
+
+#[test]
+fn a_seed_repeats() {
+    let run = |seed| run_receive(seed, Broken::Nothing, false).map(|summary| summary.steps).ok();
+    assert_eq!((run(3), run(4)), (run(3), run(4)));
+}
+
+/// A seed finds the broken rule by a message with `sign`, and nothing while the rule is kept.
+fn bites(broken: Broken, sign: &str) {
+    let found = (0..SEEDS).find_map(|seed| {
+        let finding = run_receive(seed, broken, false).err().filter(|found| found.message.contains(sign))?;
+        run_receive(seed, Broken::Nothing, false).is_ok().then_some((seed, finding))
+    });
+    match found {
+        Some((seed, finding)) => println!("{broken:?}: seed {seed}: {}", finding.message),
+        None => panic!("no seed below {SEEDS} found {broken:?}"),
+    }
+}
+
+#[test]
+fn what_comes_late_by_an_old_link_is_found() {
+    bites(Broken::LinksNotFenced, " reads ");
+}
+
+#[test]
+fn a_write_that_is_sent_again_by_the_same_link_is_found() {
+    bites(Broken::SentAgain, " reads ");
+}
+
+#[test]
+fn a_copy_that_is_whole_and_is_gone_on_with_is_found() {
+    bites(Broken::WholeIsHalf, "in use");
+}
+
+#[test]
+fn a_half_that_is_noted_before_it_is_durable_is_found() {
+    bites(Broken::HalfNotDurable, "without a fault");
+}
+
+#[test]
+fn a_name_that_is_told_of_before_it_is_there_is_found() {
+    bites(Broken::FinishedLate, " no name");
+}
+
+#[test]
+fn a_name_that_is_not_kept_for_a_disk_that_comes_is_found() {
+    bites(Broken::NameNotKept, "does not open there");
+}
+
+#[test]
+fn a_host_that_does_not_know_that_it_may_have_the_disk_is_found() {
+    bites(Broken::Move(BrokenMove::NotTold), "no disk at all");
+}
+
+#[test]
+fn a_new_name_before_the_old_one_is_gone_is_found() {
+    bites(Broken::Move(BrokenMove::TwoNames), "at both paths");
+}
+
+#[test]
+fn an_old_name_that_is_lost_without_a_note_is_found() {
+    bites(Broken::Move(BrokenMove::NotNoted), "no disk at all");
+}
+
+#[test]
+fn a_hand_over_before_the_copy_is_durable_there_is_found() {
+    bites(Broken::Move(BrokenMove::HandOverUnflushed), " reads ");
+}
+
+#[test]
+fn a_hand_over_that_does_not_wait_for_requests_in_flight_is_found() {
+    bites(Broken::Move(BrokenMove::HandOverInFlight), " reads ");
+}
+
+#[test]
+fn progress_that_is_noted_before_it_is_durable_there_is_found() {
+    bites(Broken::Move(BrokenMove::NotedBeforeFlush), " reads ");
+}
+
+#[test]
+fn changes_that_are_not_copied_again_are_found() {
+    bites(Broken::Move(BrokenMove::ChangesLeftOut), " reads ");
+}
