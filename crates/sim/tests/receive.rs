@@ -92,11 +92,6 @@ fn a_hand_over_that_does_not_wait_for_requests_in_flight_is_found() {
 }
 
 #[test]
-fn progress_that_is_noted_before_it_is_durable_there_is_found() {
-    bites(Broken::Move(BrokenMove::NotedBeforeFlush), " reads ");
-}
-
-#[test]
 fn changes_that_are_not_copied_again_are_found() {
     bites(Broken::Move(BrokenMove::ChangesLeftOut), " reads ");
 }
