@@ -102,6 +102,28 @@ fn a_block_that_is_given_up_reads_from_below_and_frees_its_space() {
 }
 
 #[test]
+fn blocks_whose_release_a_failed_sync_may_have_lost_are_not_used_again() {
+    for flushes_before in 0..2 {
+        let (world, file) = pair(FILE, true);
+        let graph = world.open(LEAF);
+        let (before, taken) = (all(&graph), file.allocated_bytes());
+        (0..9).for_each(|block| forget(&graph, block * BLOCK..(block + 1) * BLOCK));
+        file.fails.store(true, Relaxed);
+        assert!((0..=flushes_before).all(|_| block_on(graph.flush()).is_err()));
+        file.fails.store(false, Relaxed);
+        (0..4).for_each(|_| block_on(graph.flush()).unwrap());
+        assert_eq!(block_on(leaf_of(&graph).image().give_back(u64::MAX)).unwrap(), 0);
+        assert!(file.allocated_bytes() + BLOCK > taken, "the medium may name these places");
+        // What is released from now on is as ever.
+        forget(&graph, 9 * BLOCK..10 * BLOCK);
+        (0..4).for_each(|_| block_on(graph.flush()).unwrap());
+        assert!(file.allocated_bytes() < taken);
+        assert!(all(&graph) == before);
+        block_on(graph.close()).unwrap();
+    }
+}
+
+#[test]
 fn space_that_flushes_hold_is_given_back_bit_by_bit() {
     for (kind, by_flush) in [(FILE, false), (FILE, true), (DEVICE, false)] {
         let (world, file) = pair(kind, true);

@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-/// The least that is given back at once, in bytes: smaller portions cost more than they are worth.
-const LEAST_BYTES: u64 = 16 << 10;
+/// The least that is given back at once, in bytes. A portion may have to wait for a guest's flush, or for a device that takes as long for
+/// each command: smaller ones would give back little more than a megabyte a second then.
+const LEAST_BYTES: u64 = 256 << 10;
 /// The most while guests have requests.
 const MOST_BESIDE_GUESTS_BYTES: u64 = 1 << 20;
 /// The most while they have none.
@@ -59,11 +60,11 @@ mod tests {
         };
         assert_eq!(
             [take(100, true), take(500, true), take(501, true), take(2000, true)],
-            [16 << 10, 32 << 10, 64 << 10, 64 << 10]
+            [256 << 10, 512 << 10, 1 << 20, 1 << 20]
         );
         assert_eq!(
             [take(2001, true), take(9000, true), take(9000, true), take(9000, true)],
-            [64 << 10, 32 << 10, 16 << 10, 16 << 10]
+            [1 << 20, 512 << 10, 256 << 10, 256 << 10]
         );
         // Without guests there is more to gain, and with the first request of one there is less at once.
         let most = (0..20).map(|_| take(100, false)).max();

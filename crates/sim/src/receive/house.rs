@@ -166,7 +166,7 @@ impl There {
         let Some(view) = self.world.view(path) else { return false };
         let mut first = [0; STRANGE.len()];
         view.read(0, &mut first);
-        view.len() > 0 && first != *STRANGE
+        !view.is_empty() && first != *STRANGE
     }
 
     /// Somebody here, where no process takes disks in, does what is allowed while a disk comes to `name`: what is known as a half goes, or a file gets that name.

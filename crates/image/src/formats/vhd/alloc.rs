@@ -90,6 +90,14 @@ impl Released {
         self.settled.extend(self.gone.drain(..count));
     }
 
+    /// Nobody knows whether the release of what no sync has settled is ever durable: these places are used again only after the image was
+    /// opened anew, as any other gap.
+    pub(super) fn lose_unsettled(&mut self) {
+        self.fresh.clear();
+        self.waiting.iter_mut().for_each(|(_, blocks)| blocks.clear());
+        self.gone.clear();
+    }
+
     /// The next blocks that a flush punches.
     pub(super) fn next_to_punch(&mut self) -> Vec<u32> {
         if self.holds && self.settled.len() < MOST_HELD {

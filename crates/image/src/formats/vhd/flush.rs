@@ -66,6 +66,10 @@ impl<S: Store> Sparse<S> {
         }
         let run = self.flusher.begun.fetch_add(1, Ordering::SeqCst) + 1;
         let result = self.flush_once().await;
+        if result.is_err() {
+            // The medium may name these blocks for ever: no later sync has to write what one has failed to write.
+            self.alloc.lock().released.lose_unsettled();
+        }
         let error = result.as_ref().err().map(Error::duplicate);
         *self.flusher.ended.lock().unwrap_or_else(|e| e.into_inner()) = (run, error);
         result

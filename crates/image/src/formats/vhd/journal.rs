@@ -264,10 +264,11 @@ impl Journal {
     /// Drops a half whose pending bits are durable in their bitmaps.
     pub(crate) async fn retire<S: Store>(&self, store: &S, half: usize) -> Result<()> {
         let (begun, generation) = {
-            let mut state = self.lock();
-            let old = &mut state.halves[half];
+            let state = self.lock();
+            let old = &state.halves[half];
             let next = old.generation.wrapping_add(2);
-            (std::mem::take(&mut old.begun), next)
+            // It stays begun when the write fails: its records may still be found by the next process.
+            (old.begun, next)
         };
         if begun {
             self.write_header(store, half, None).await?;
