@@ -20,8 +20,8 @@ pub type Pending<'a> = Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
 /// A stage is called by dynamic dispatch: only requests that meet one pay for it. One that has nothing to wait for
 /// returns `None`, and then allocates nothing.
 pub trait Stage: Send + Sync + 'static {
-    /// Does for `io` what [`Stage::before`] does, if it waits for nothing and its result concerns nobody here: then the answer is true, and the stage
-    /// is called no more for it. Else the answer is false, and `before` is called: what was done here is done again.
+    /// True when there is nothing to do for `io`, neither before it nor with its result: the stage is called no more for it then. To ask changes
+    /// nothing.
     fn passes(&self, io: &Io<'_>) -> bool {
         let _ = io;
         false
@@ -107,12 +107,12 @@ impl Stages {
         &self.0[Place::BEHIND_SHAPE..]
     }
 
-    /// True when `io` keeps its shape and has passed all other stages, and its result concerns none of them.
+    /// True when `io` keeps its shape, and the other stages have nothing to do for it.
     // A call of its own: the way of requests that meet no stage stays as short as it is.
     #[inline(never)]
     pub(crate) fn are_passed_by(&self, shaper: Option<&Shaper>, io: &Io<'_>) -> bool {
-        shaper.is_none_or(|shaper| !shaper.concerns(io))
-            && self.behind_shape().iter().flatten().all(|attached| attached.stage.passes(io))
+        self.behind_shape().iter().flatten().all(|attached| attached.stage.passes(io))
+            && shaper.is_none_or(|shaper| !shaper.concerns(io))
     }
 
     /// True when there is none but perhaps the one at [`Place::Limit`].

@@ -90,11 +90,16 @@ impl<S: Store> Tracked<S> {
         blocks.start >> shift..(blocks.end + (1 << shift) - 1) >> shift
     }
 
+    /// True when the bits of `extent` are set already.
+    #[inline]
+    fn has_set(&self, extent: Extent) -> bool {
+        self.bits.all_set(self.blocks_of(extent))
+    }
+
     /// Sets the bits of `extent` if that can be done at once.
     #[inline]
     fn try_set(&self, extent: Extent) -> bool {
-        let blocks = self.blocks_of(extent);
-        self.bits.all_set(blocks.clone()) || self.try_set_new(blocks)
+        self.has_set(extent) || self.try_set_new(self.blocks_of(extent))
     }
 
     /// Sets bits whose areas all have durable marks; else nothing. Once tracking was given up, no bit matters.
@@ -274,7 +279,7 @@ impl<S: Store> Stage for Tracking<S> {
             // The bits are made durable now and then, after a flush.
             Op::Flush => false,
             op if op.changes_data() => {
-                !self.bits_come_late() && self.intervals.iter().all(|interval| interval.try_set(io.extent))
+                !self.bits_come_late() && self.intervals.iter().all(|interval| interval.has_set(io.extent))
             }
             _ => true,
         }
