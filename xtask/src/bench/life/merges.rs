@@ -34,7 +34,7 @@ fn merge() -> Task {
     let qemu = Side::new(
         "qemu-img commit",
         |world| put(world, &QEMU),
-        |world| with(qemu_img(&["commit", "-t", "writeback", "-d", "-f", "qcow2"]), world, QEMU[1]),
+        |world| durable(&["commit", "-t", "writeback", "-d", "-f", "qcow2"], world, QEMU[0]),
     );
     Task { name: "merge into the parent".to_string(), sides: vec![spile, qemu, copied(SPILE[1])], aim: 1.0 }
 }
@@ -45,7 +45,7 @@ fn flatten() -> Task {
     let qemu = Side::new(
         "qemu-img rebase",
         |world| put(world, &QEMU),
-        |world| with(qemu_img(&["rebase", "-t", "writeback", "-f", "qcow2", "-b", ""]), world, QEMU[1]),
+        |world| durable(&["rebase", "-t", "writeback", "-f", "qcow2", "-b", ""], world, QEMU[1]),
     );
     Task { name: "flatten the child".to_string(), sides: vec![spile, qemu, copied(SPILE[0])], aim: 1.0 }
 }
@@ -74,6 +74,14 @@ fn with(mut command: Command, world: &World, name: &str) -> Command {
 fn qemu_img(words: &[&str]) -> Command {
     let mut command = Command::new("qemu-img");
     command.args(words);
+    command
+}
+
+/// qemu-img's work on the child, after which the image `changed` is durable, as Spile's is: qemu-img by itself leaves it to the page cache.
+fn durable(words: &[&str], world: &World, changed: &str) -> Command {
+    let mut command = Command::new("sh");
+    command.args(["-c", r#"changed=$1; shift; qemu-img "$@" && sync "$changed""#, "sh"]).arg(world.path(changed));
+    command.args(words).arg(world.path(QEMU[1]));
     command
 }
 
@@ -113,7 +121,7 @@ fn write(world: &World) -> Result<()> {
     world.run(load)
 }
 
-/// Puts these images where the command finds them, and removes what commands before have left.
+/// Puts these images where the command finds them, durably, and removes what commands before have left: no command pays for that.
 pub fn put(world: &World, names: &[&str]) -> Result<()> {
     for name in [SPILE[0], SPILE[1], QEMU[0], QEMU[1], "copy"] {
         let _ = std::fs::remove_file(world.path(name));
@@ -123,5 +131,5 @@ pub fn put(world: &World, names: &[&str]) -> Result<()> {
         copy.arg("--sparse=always").arg(world.path(MASTERS).join(name)).arg(world.path(name));
         world.run(copy)?;
     }
-    Ok(())
+    world.run(Command::new("sync"))
 }

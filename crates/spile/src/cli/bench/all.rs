@@ -80,7 +80,7 @@ const USUAL: [&[&str]; 2] = [&[], &[]];
 const SET: &[Member] = &[
     Member { name: "depth", options: USUAL, seconds: [220, 12], on: On::Folder },
     Member { name: "shape", options: USUAL, seconds: [150, 12], on: On::Memory },
-    Member { name: "layers", options: USUAL, seconds: [980, 40], on: On::Device },
+    Member { name: "layers", options: USUAL, seconds: [940, 33], on: On::Device },
     Member { name: "geometry", options: USUAL, seconds: [180, 10], on: On::Device },
     Member { name: "warmup", options: USUAL, seconds: [330, 12], on: On::Device },
     Member { name: "density", options: [&["--guests"], &["--guests"]], seconds: [420, 16], on: On::Memory },
@@ -97,6 +97,7 @@ const SET: &[Member] = &[
     Member { name: "crowd", options: USUAL, seconds: [120, 12], on: On::Memory },
     Member { name: "hung", options: [&["--rounds", "5"], &[]], seconds: [110, 19], on: On::Memory },
     Member { name: "limit", options: [&["--rounds", "3"], &[]], seconds: [40, 10], on: On::Memory },
+    Member { name: "checkpoint", options: [&["--rounds", "10"], &[]], seconds: [40, 6], on: On::Memory },
 ];
 
 /// The time within which the set ends, in seconds: a long run, and a quick one.
