@@ -32,6 +32,12 @@ pub fn on_path(program: &str) -> bool {
     std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
 }
 
+/// The bytes that are free in the file system of a folder; `None` where nobody can tell.
+pub fn free_bytes(folder: &Path) -> Option<u64> {
+    let told = output(Command::new("df").args(["--output=avail", "--block-size=1"]).arg(folder)).ok()?;
+    told.lines().last()?.trim().parse().ok()
+}
+
 /// Runs a command with this process's output; an error when it fails.
 pub fn run(command: &mut Command) -> Result<()> {
     let shown = format!("{command:?}");

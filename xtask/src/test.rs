@@ -15,6 +15,8 @@ use std::time::Instant;
 
 /// Lines of a failed stage's log that are printed.
 const SHOWN_LINES: usize = 120;
+/// What a whole run takes on a fresh machine, in GiB: where it builds, and in the folder of temporary files.
+const ROOM_GIB: [u64; 2] = [16, 3];
 
 /// One program to run, and how to read its sums from what it prints.
 struct Stage {
@@ -34,6 +36,9 @@ pub fn run(arguments: &[String]) -> Result<()> {
     let only: String = shell::option(arguments, "--only", String::new())?;
     let logs = shell::target_dir().join("test-logs");
     std::fs::create_dir_all(&logs).map_err(|error| format!("{}: {error}", logs.display()))?;
+    if only.is_empty() {
+        tell_room();
+    }
     let begun = Instant::now();
     let mut outcomes = Vec::new();
     for stage in stages()? {
@@ -42,6 +47,20 @@ pub fn run(arguments: &[String]) -> Result<()> {
         }
     }
     print_sums(&outcomes, begun.elapsed().as_secs_f64())
+}
+
+/// Says how much room there is, and when that may be too little: a file system that becomes full has all kinds of tests fail.
+fn tell_room() {
+    for (folder, takes_gib) in [shell::target_dir(), std::env::temp_dir()].iter().zip(ROOM_GIB) {
+        let Some(free) = shell::free_bytes(folder) else { continue };
+        let free_gib = free >> 30;
+        let enough = if free_gib < takes_gib {
+            "that may be too little: make room, or set CARGO_TARGET_DIR or TMPDIR"
+        } else {
+            "enough"
+        };
+        println!("{}: {free_gib} GiB are free, a whole run takes about {takes_gib}: {enough}", folder.display());
+    }
 }
 
 fn stages() -> Result<Vec<Stage>> {
