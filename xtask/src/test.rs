@@ -16,7 +16,7 @@ use std::time::Instant;
 /// Lines of a failed stage's log that are printed.
 const SHOWN_LINES: usize = 120;
 /// What a whole run takes on a fresh machine, in GiB: where it builds, and in the folder of temporary files.
-const ROOM_GIB: [u64; 2] = [16, 3];
+const ROOM_GIB: [u64; 2] = [12, 3];
 
 /// One program to run, and how to read its sums from what it prints.
 struct Stage {
