@@ -134,6 +134,92 @@ pub trait Store: Send + Sync + 'static {
     }
 }
 
+/// Implements [`Store`] for an enum whose every variant has one store: each call goes to the store that is inside.
+///
+/// ```ignore
+/// enum Either { One(OneStore), Other(OtherStore) }
+/// spile_core::store_of_stores!(Either: One, Other);
+/// ```
+#[macro_export]
+macro_rules! store_of_stores {
+    ($any:ident: $($variant:ident),+) => {
+        impl $crate::Store for $any {
+            fn info(&self) -> $crate::StoreInfo {
+                match self { $(Self::$variant(store) => store.info(),)+ }
+            }
+
+            fn len_bytes(&self) -> u64 {
+                match self { $(Self::$variant(store) => store.len_bytes(),)+ }
+            }
+
+            fn path(&self) -> &::std::path::Path {
+                match self { $(Self::$variant(store) => store.path(),)+ }
+            }
+
+            fn set_path(&self, path: &::std::path::Path) {
+                match self { $(Self::$variant(store) => store.set_path(path),)+ }
+            }
+
+            fn has_failed_sync(&self) -> bool {
+                match self { $(Self::$variant(store) => store.has_failed_sync(),)+ }
+            }
+
+            fn set_copy(&self, is_copy: bool) {
+                match self { $(Self::$variant(store) => store.set_copy(is_copy),)+ }
+            }
+
+            async fn read_at(&self, offset: $crate::StoreOffset, into: &$crate::Segments, via: $crate::Via) -> $crate::Result<()> {
+                match self { $(Self::$variant(store) => store.read_at(offset, into, via).await,)+ }
+            }
+
+            async fn write_at(&self, offset: $crate::StoreOffset, from: &$crate::Segments, via: $crate::Via) -> $crate::Result<()> {
+                match self { $(Self::$variant(store) => store.write_at(offset, from, via).await,)+ }
+            }
+
+            async fn sync(&self) -> $crate::Result<()> {
+                match self { $(Self::$variant(store) => store.sync().await,)+ }
+            }
+
+            async fn zero_range(&self, offset: $crate::StoreOffset, len_bytes: u64) -> $crate::Result<()> {
+                match self { $(Self::$variant(store) => store.zero_range(offset, len_bytes).await,)+ }
+            }
+
+            async fn punch_hole(&self, offset: $crate::StoreOffset, len_bytes: u64) -> $crate::Result<()> {
+                match self { $(Self::$variant(store) => store.punch_hole(offset, len_bytes).await,)+ }
+            }
+
+            async fn set_len(&self, len_bytes: u64) -> $crate::Result<()> {
+                match self { $(Self::$variant(store) => store.set_len(len_bytes).await,)+ }
+            }
+
+            async fn extent_at(&self, offset: $crate::StoreOffset) -> $crate::Result<$crate::StoreExtent> {
+                match self { $(Self::$variant(store) => store.extent_at(offset).await,)+ }
+            }
+
+            async fn extents_at(
+                &self,
+                offset: $crate::StoreOffset,
+                len_bytes: u64,
+                max_runs: usize,
+            ) -> $crate::Result<Vec<$crate::StoreExtent>> {
+                match self { $(Self::$variant(store) => store.extents_at(offset, len_bytes, max_runs).await,)+ }
+            }
+
+            async fn taken_bytes(&self) -> Option<u64> {
+                match self { $(Self::$variant(store) => store.taken_bytes().await,)+ }
+            }
+
+            fn file_identity(&self) -> Option<[u8; 16]> {
+                match self { $(Self::$variant(store) => store.file_identity(),)+ }
+            }
+
+            fn map(&self, offset: $crate::StoreOffset, len_bytes: usize) -> $crate::Result<$crate::Segment> {
+                match self { $(Self::$variant(store) => store.map(offset, len_bytes),)+ }
+            }
+        }
+    };
+}
+
 /// How a store is to be opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum OpenMode {

@@ -5,10 +5,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use spile_core::{
-    Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Segment, Segments, Store, StoreExtent, StoreInfo,
-    StoreOffset, Via,
-};
+use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Store};
 use spile_engine::{FileKey, run_blocking};
 
 use crate::file::{FileId, FileStore};
@@ -107,87 +104,7 @@ impl AnyStore {
 /// What a server's failure counts as: it tells no errno of ours.
 const EIO: i32 = libc::EIO;
 
-/// Evaluates `$call` with the store that is inside.
-macro_rules! each {
-    ($any:expr, $store:ident => $call:expr) => {
-        match $any {
-            AnyStore::File($store) => $call,
-            AnyStore::Mem($store) => $call,
-            AnyStore::Null($store) => $call,
-            AnyStore::Nbd($store) => $call,
-        }
-    };
-}
-
-impl Store for AnyStore {
-    fn info(&self) -> StoreInfo {
-        each!(self, store => store.info())
-    }
-
-    fn len_bytes(&self) -> u64 {
-        each!(self, store => store.len_bytes())
-    }
-
-    fn path(&self) -> &Path {
-        each!(self, store => store.path())
-    }
-
-    fn set_path(&self, path: &Path) {
-        each!(self, store => store.set_path(path))
-    }
-
-    fn has_failed_sync(&self) -> bool {
-        each!(self, store => store.has_failed_sync())
-    }
-
-    fn set_copy(&self, is_copy: bool) {
-        each!(self, store => store.set_copy(is_copy))
-    }
-
-    async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
-        each!(self, store => store.read_at(offset, into, via).await)
-    }
-
-    async fn write_at(&self, offset: StoreOffset, from: &Segments, via: Via) -> Result<()> {
-        each!(self, store => store.write_at(offset, from, via).await)
-    }
-
-    async fn sync(&self) -> Result<()> {
-        each!(self, store => store.sync().await)
-    }
-
-    async fn zero_range(&self, offset: StoreOffset, len_bytes: u64) -> Result<()> {
-        each!(self, store => store.zero_range(offset, len_bytes).await)
-    }
-
-    async fn punch_hole(&self, offset: StoreOffset, len_bytes: u64) -> Result<()> {
-        each!(self, store => store.punch_hole(offset, len_bytes).await)
-    }
-
-    async fn set_len(&self, len_bytes: u64) -> Result<()> {
-        each!(self, store => store.set_len(len_bytes).await)
-    }
-
-    async fn extent_at(&self, offset: StoreOffset) -> Result<StoreExtent> {
-        each!(self, store => store.extent_at(offset).await)
-    }
-
-    async fn taken_bytes(&self) -> Option<u64> {
-        each!(self, store => store.taken_bytes().await)
-    }
-
-    fn file_identity(&self) -> Option<[u8; 16]> {
-        each!(self, store => store.file_identity())
-    }
-
-    async fn extents_at(&self, offset: StoreOffset, len_bytes: u64, max_runs: usize) -> Result<Vec<StoreExtent>> {
-        each!(self, store => store.extents_at(offset, len_bytes, max_runs).await)
-    }
-
-    fn map(&self, offset: StoreOffset, len_bytes: usize) -> Result<Segment> {
-        each!(self, store => store.map(offset, len_bytes))
-    }
-}
+spile_core::store_of_stores!(AnyStore: File, Mem, Null, Nbd);
 
 /// All stores that this host can reach, and its files.
 #[derive(Clone, Copy, Debug)]

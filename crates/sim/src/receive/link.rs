@@ -11,8 +11,8 @@ use std::sync::{Arc, Mutex, Weak};
 use std::task::{Context, Poll, Waker};
 
 use spile_core::{
-    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, Files, Locator, OpenMode, PathCell, Result, Segment,
-    Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via, WriteZeroes,
+    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, Files, Locator, OpenMode, PathCell, Result, Segments, Store,
+    StoreExtent, StoreInfo, StoreOffset, Via, WriteZeroes,
 };
 
 use spile_image::layer::Identity;
@@ -326,80 +326,7 @@ pub(super) enum EndStore {
     There(LinkStore),
 }
 
-macro_rules! each {
-    ($of:expr, $store:ident => $does:expr) => {
-        match $of {
-            EndStore::Here($store) => $does,
-            EndStore::There($store) => $does,
-        }
-    };
-}
-
-impl Store for EndStore {
-    fn info(&self) -> StoreInfo {
-        each!(self, store => store.info())
-    }
-
-    fn len_bytes(&self) -> u64 {
-        each!(self, store => store.len_bytes())
-    }
-
-    fn path(&self) -> &Path {
-        each!(self, store => store.path())
-    }
-
-    fn set_path(&self, path: &Path) {
-        each!(self, store => store.set_path(path));
-    }
-
-    fn has_failed_sync(&self) -> bool {
-        each!(self, store => store.has_failed_sync())
-    }
-
-    fn set_copy(&self, is_copy: bool) {
-        each!(self, store => store.set_copy(is_copy));
-    }
-
-    async fn read_at(&self, at: StoreOffset, into: &Segments, via: Via) -> Result<()> {
-        each!(self, store => store.read_at(at, into, via).await)
-    }
-
-    async fn write_at(&self, at: StoreOffset, from: &Segments, via: Via) -> Result<()> {
-        each!(self, store => store.write_at(at, from, via).await)
-    }
-
-    async fn sync(&self) -> Result<()> {
-        each!(self, store => store.sync().await)
-    }
-
-    async fn zero_range(&self, at: StoreOffset, len_bytes: u64) -> Result<()> {
-        each!(self, store => store.zero_range(at, len_bytes).await)
-    }
-
-    async fn punch_hole(&self, at: StoreOffset, len_bytes: u64) -> Result<()> {
-        each!(self, store => store.punch_hole(at, len_bytes).await)
-    }
-
-    async fn set_len(&self, len_bytes: u64) -> Result<()> {
-        each!(self, store => store.set_len(len_bytes).await)
-    }
-
-    async fn extent_at(&self, at: StoreOffset) -> Result<StoreExtent> {
-        each!(self, store => store.extent_at(at).await)
-    }
-
-    async fn taken_bytes(&self) -> Option<u64> {
-        each!(self, store => store.taken_bytes().await)
-    }
-
-    fn file_identity(&self) -> Option<[u8; 16]> {
-        each!(self, store => store.file_identity())
-    }
-
-    fn map(&self, at: StoreOffset, len_bytes: usize) -> Result<Segment> {
-        each!(self, store => store.map(at, len_bytes))
-    }
-}
+spile_core::store_of_stores!(EndStore: Here, There);
 
 /// The files of the host that the disk leaves, and the exports of the other one.
 #[derive(Clone)]
