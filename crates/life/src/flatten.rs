@@ -32,7 +32,7 @@ async fn begin<F: Files>(work: &Work<'_, F>) -> Result<()> {
     }
     crate::finish_left(work, graph.handles()[0].path()).await?;
     let of = graph.handles()[0].image().identity();
-    let note = Note { plan: Plan::Flatten, wishes: work.job.wishes(), of, copied: None, there: None };
+    let note = Note::new(Plan::Flatten, work.job.wishes(), of);
     note.write(work.files, graph.handles()[0].path()).await?;
     work.job.accept();
     let ranges = Arc::new(RangeLock::default());

@@ -53,7 +53,7 @@ pub async fn run<F: Files>(work: &Work<'_, F>, plan: &Plan) -> Result<()> {
 async fn finish<F: Files>(work: &Work<'_, F>, disk: &Path, plan: &Plan, result: Result<()>) -> Result<()> {
     let stays = match work.job.outcome(&result) {
         State::Stopped => {
-            let note = Note { plan: plan.clone(), wishes: work.job.wishes(), of: None, copied: None, there: None };
+            let note = Note::new(plan.clone(), work.job.wishes(), None);
             // When that fails, the note that is there has what was wanted when the job began.
             let _ = note.replace(work.files, disk).await;
             // It may have been cancelled meanwhile.

@@ -212,6 +212,11 @@ impl Wishes {
 }
 
 impl Note {
+    /// The note of a job that begins. `of` is as [`Note::of`].
+    pub fn new(plan: Plan, wishes: Wishes, of: Option<Identity>) -> Self {
+        Self { plan, wishes, of, copied: None, there: None }
+    }
+
     fn to_text(&self) -> Result<String> {
         let of = self.of.map(|of| format!("of {}\n", to_hex(of))).unwrap_or_default();
         let copied = self.copied.as_ref().map(|Copied { until_bytes, half }| format!("copied {until_bytes} {half}\n"));

@@ -87,8 +87,7 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
     let Some(number) = number_of(&graph, plan) else { return left::finish(work, plan).await };
     crate::finish_left(work, graph.handles()[0].path()).await?;
     let checked = check::check(work, &graph, number).await?;
-    let note =
-        Note { plan: Plan::Coalesce(plan.clone()), wishes: work.job.wishes(), of: None, copied: None, there: None };
+    let note = Note::new(Plan::Coalesce(plan.clone()), work.job.wishes(), None);
     note.write(work.files, graph.handles()[0].path()).await?;
     work.job.accept();
     match number {

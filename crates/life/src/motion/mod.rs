@@ -119,7 +119,7 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move, kept: &mut Option<Plac
     if let Some(disk) = &place.disk {
         crate::finish_left(work, disk).await?;
         let of = which(&source);
-        let note = Note { plan: Plan::Move(plan.clone()), wishes: work.job.wishes(), of, copied: None, there: None };
+        let note = Note::new(Plan::Move(plan.clone()), work.job.wishes(), of);
         note.write(work.files, disk).await?;
         let there = Note::read(work.files, disk).await?.and_then(|note| note.there);
         if place.go_on(plan, there) {

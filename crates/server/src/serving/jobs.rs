@@ -165,7 +165,7 @@ impl DiskJobs {
             return Err(Error::new(ErrorKind::Busy, what).at_path(&merged.path).hint("look at the chain: spile show"));
         }
         let wishes = Wishes { limit_bytes_per_s: new.limit_bytes_per_s, ..Wishes::default() };
-        let begun = self.spawn(engine, disk, Note { plan, wishes, of: None, copied: None, there: None }, None)?;
+        let begun = self.spawn(engine, disk, Note::new(plan, wishes, None), None)?;
         match begun.job.accepted().await {
             Ok(()) => Ok(begun),
             Err(refused) => {
