@@ -75,8 +75,7 @@ impl Door {
     async fn obey(&self, room: &Arc<Room>, order: Order) -> Result<Found<ServedDisk>> {
         let _alone = room.alone().await?;
         let (house, name) = (&self.0, room.name.as_str());
-        let tools = house.tools();
-        let receiver = tools.receiver(&house.folder);
+        let receiver = house.receiver();
         match order {
             Order::Begin { id, size_bytes } => {
                 refuse_link(&receiver.disk(name)?)?;
@@ -103,8 +102,7 @@ impl Door {
     /// The image of the move `id` gets its name. It is open meanwhile: what is noted of its changes is known for certain then. One that has its name may be in use here.
     async fn finish(&self, room: &Arc<Room>, id: Identity) -> Result<Found<ServedDisk>> {
         let (house, name) = (&self.0, room.name.as_str());
-        let tools = house.tools();
-        let receiver = tools.receiver(&house.folder);
+        let receiver = house.receiver();
         let (_, state) = receiver.go_on(name, id).await.map_err(refused)?;
         let lease = match state {
             ReceivedState::Whole => None,
@@ -126,8 +124,7 @@ impl Door {
     pub(super) async fn have_open(&self, room: &Arc<Room>, id: Identity) -> Result<Lease> {
         let house = &self.0;
         room.wait(async || {
-            let tools = house.tools();
-            let receiver = tools.receiver(&house.folder);
+            let receiver = house.receiver();
             let (place, _) = receiver.go_on(&room.name, id).await.map_err(refused)?;
             house.enter(room, &place, Use::Reads).await
         })
@@ -144,8 +141,7 @@ impl Door {
     ) -> Result<Found<ServedDisk>> {
         let house = &self.0;
         room.wait(async || {
-            let tools = house.tools();
-            let receiver = tools.receiver(&house.folder);
+            let receiver = house.receiver();
             let (place, state) = receiver.go_on(&room.name, id).await?;
             let is_half = state != ReceivedState::Whole;
             house.enter(room, &place, Use::Writes { who: Who::Named(link), peer: wanted.peer, is_half }).await
@@ -162,8 +158,7 @@ impl Door {
             Some(who) => Use::Writes { who, peer: wanted.peer, is_half: false },
         };
         room.wait(async || {
-            let tools = house.tools();
-            let receiver = tools.receiver(&house.folder);
+            let receiver = house.receiver();
             let place = receiver.whole(&room.name).await?;
             house.enter(room, &place, how).await
         })

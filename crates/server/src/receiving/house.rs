@@ -14,9 +14,9 @@ use spile_front::Peer;
 use spile_front_nbd::{Export, Found, Server as NbdServer, ServerConfig};
 use spile_image::layer::Identity;
 use spile_image::{Format, Graph, OpenOptions};
-use spile_life::motion::{ANSWER, ANSWER_BYTES, ReceivedPlace};
+use spile_life::motion::{ANSWER, ANSWER_BYTES, ReceivedPlace, Receiver};
 use spile_node::{Node, Policy};
-use spile_store::HostStore;
+use spile_store::{HostFiles, HostStore};
 
 use crate::checkpoints::Checkpoints;
 use crate::disks;
@@ -36,8 +36,9 @@ const MOST_ENDED_LINKS: usize = 1024;
 
 /// All that is received.
 pub(super) struct House {
-    pub folder: PathBuf,
-    pub access: Access,
+    folder: PathBuf,
+    tools: Tools,
+    access: Access,
     engine: Engine,
     /// How the servers of one disk are made: their clients have come through the gate.
     nbd: ServerConfig,
@@ -259,12 +260,13 @@ impl House {
         })?;
         let answer = Arc::new(server(&engine, &nbd, "answer", &said, true)?);
         let (rooms, links) = Default::default();
-        Ok(Self { folder, access, engine, nbd, answer, rooms, links })
+        let tools = Tools::new(cache);
+        Ok(Self { folder, tools, access, engine, nbd, answer, rooms, links })
     }
 
-    /// What the files of its folder are worked on with.
-    pub fn tools(&self) -> Tools {
-        Tools::new(self.access.cache)
+    /// Does what orders ask for with the files of the folder.
+    pub fn receiver(&self) -> Receiver<'_, HostFiles> {
+        self.tools.receiver(&self.folder)
     }
 
     /// The answer to an order that was obeyed.

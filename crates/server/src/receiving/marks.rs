@@ -26,8 +26,7 @@ impl Door {
         len_bytes: u64,
     ) -> Result<Found<ServedDisk>> {
         let house = &self.0;
-        let tools = house.tools();
-        let receiver = tools.receiver(&house.folder);
+        let receiver = house.receiver();
         let alone = room.alone().await?;
         let file = house.room(&name_of_file(&room.name));
         // A link that was cut may still be there. What it writes goes to a file without a name.
@@ -46,8 +45,7 @@ impl Door {
     /// That file is whole, and the disk's from now on.
     pub(super) async fn adopt_marks(&self, room: &Arc<Room>, id: Identity) -> Result<Found<ServedDisk>> {
         let house = &self.0;
-        let tools = house.tools();
-        let receiver = tools.receiver(&house.folder);
+        let receiver = house.receiver();
         let packed = names::new_changes(&receiver.disk(&room.name)?);
         let file = house.room(&name_of_file(&room.name));
         let closed = file.be_closed().await;
