@@ -124,6 +124,12 @@ pub fn disk_of(path: &Path) -> Option<PathBuf> {
     (!disk.is_empty()).then(|| path.with_file_name(disk))
 }
 
+/// The disk that the image at `path` is to be: one on its way, from another place of this host or from another host, has a hidden name until it
+/// is whole. So has an old image on its way back.
+pub fn disk_of_half(path: &Path) -> Option<PathBuf> {
+    disk_of(path).filter(|disk| [receiving(disk), moving(disk)].iter().any(|half| half == path))
+}
+
 /// Stands between the disk's name and what the file is.
 const MARK: &str = ".spile-";
 
@@ -151,6 +157,8 @@ mod tests {
             assert_eq!(beside.parent(), disk.parent());
             assert_eq!(disk_of(&beside).as_deref(), Some(disk));
             assert_eq!(is_gone(&beside), beside == gone(disk));
+            let is_half = beside == receiving(disk) || beside == moving(disk);
+            assert_eq!(disk_of_half(&beside).is_some(), is_half, "{}", beside.display());
         }
         assert_eq!(new_leaf(Path::new("/vm/a.vhd")), Path::new("/vm/.a.vhd.spile-new"));
         for other in ["/vm/a.vhd", "/vm/.a.vhd", "/vm/.spile-new", "/"] {

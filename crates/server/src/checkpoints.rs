@@ -482,13 +482,9 @@ fn is_beside(changes: &Changes<OsFiles>, graph: &Graph<HostStore>) -> bool {
     changes.store().path() == names::changes(&path_to_be(graph.handles()[0].path()))
 }
 
-/// The path of the disk that the image at `path` is, or is to be: one that comes from another host has a hidden name until it is whole, and its file of changed
-/// blocks lies beside the name that it gets.
+/// The path of the disk that the image at `path` is, or is to be: the file of changed blocks of a half lies beside the name that it gets.
 fn path_to_be(path: &Path) -> PathBuf {
-    match names::disk_of(path) {
-        Some(disk) if names::receiving(&disk) == path => disk,
-        _ => path.to_owned(),
-    }
+    names::disk_of_half(path).unwrap_or_else(|| path.to_owned())
 }
 
 fn path_of(graph: &Graph<HostStore>) -> PathBuf {

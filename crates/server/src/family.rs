@@ -111,9 +111,7 @@ async fn asked(path: &Path, identity: Option<Identity>, most: usize) -> (Vec<Pat
 
 /// The format of an image, by its name. An old image on its way back to be the disk, under a hidden name, has the format of that.
 fn format_of(image: &Path) -> Option<Format> {
-    let disk = names::disk_of(image)
-        .filter(|disk| [names::receiving(disk), names::moving(disk)].iter().any(|half| half == image));
-    Format::from_extension(disk.as_deref().unwrap_or(image))
+    Format::from_extension(names::disk_of_half(image).as_deref().unwrap_or(image))
 }
 
 /// The files that lie in the folders of these images, themselves left out. Each may be a child, whatever its name.

@@ -400,7 +400,7 @@ pub(super) struct HouseFiles {
 
 impl HouseFiles {
     fn is_half(path: &Path) -> bool {
-        names::disk_of(path).is_some_and(|disk| names::receiving(&disk) == path)
+        names::disk_of_half(path).is_some()
     }
 }
 
