@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::Stdio;
 
 use common::guests::Load;
-use common::moves::{self, noted};
+use common::moves::{self, job, let_go, noted, receive, to};
 use common::nbd::Client;
 use common::{Served, eventually, fails, faulty_sync, json, ok, spile};
 use serde_json::Value;
@@ -19,15 +19,6 @@ fn serve(dir: &Path, args: &[&str]) -> Served {
     let mut command = spile();
     command.arg("serve").args(args).args(["--nbd", "unix:n"]).current_dir(dir);
     Served::spawn(&mut command, dir.join("n")).unwrap_or_else(|err| panic!("serve {args:?}: {err}"))
-}
-
-/// The other host, which takes disks in for the folder `there`.
-fn receive(dir: &Path) -> Served {
-    let mut command = spile();
-    command.args(["receive", "there", "--nbd", "unix:r"]).current_dir(dir).stdout(Stdio::null());
-    let there = Served { child: command.spawn().unwrap(), socket: dir.join("r") };
-    eventually("it answers", || UnixStream::connect(&there.socket).is_ok());
-    there
 }
 
 /// A folder with `old/NAME.vhd`, 64 MiB, with a parent and data in places, and an empty folder `there`.
@@ -45,22 +36,12 @@ fn world(name: &str) -> tempfile::TempDir {
     dir
 }
 
-fn to(dir: &Path, name: &str) -> String {
-    format!("nbd+unix:///{name}?socket={}", dir.join("r").display())
-}
-
 fn names(dir: &Path, folder: &str) -> Vec<String> {
     let names = fs::read_dir(dir.join(folder)).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     // What is noted of a disk's changes is another test's matter.
     let mut names: Vec<_> = names.filter(|name: &String| !name.ends_with(".spile-changes")).collect();
     names.sort();
     names
-}
-
-fn job(dir: &Path, disk: &str) -> Value {
-    let jobs = json(dir, &["jobs"]);
-    let found = jobs["jobs"].as_array().unwrap().iter().rfind(|job| job["disk"] == disk);
-    found.unwrap_or_else(|| panic!("{disk} has no job: {jobs}")).clone()
 }
 
 fn same(dir: &Path, one: &str, other: &str) {
@@ -106,9 +87,7 @@ fn a_disk_comes_whole_or_not_at_all_and_goes_on_under_load() {
     let again = serve(dir, &[&to(dir, "disk.vhd")]);
     Client::connect(&again.uri()).unwrap().write(0, &[7; 4096], true).unwrap();
     assert!(again.terminate().success());
-    let mut checks = spile();
-    checks.args(["check", "there/disk.vhd"]).current_dir(dir);
-    eventually("nobody has it open any more", || checks.output().unwrap().status.success());
+    let_go(dir, "there/disk.vhd");
     let own = serve(dir, &["there/disk.vhd"]);
     let mut read = [0; 4096];
     Client::connect(&own.uri()).unwrap().read(0, &mut read).unwrap();
@@ -626,8 +605,8 @@ fn an_export_that_has_come_in_the_place_of_spile_receive_is_not_overwritten() {
     assert!(there.terminate().success());
     ok(dir, &["create", "used.raw", "--size", "48M"]);
     let mut command = spile();
-    command.args(["serve", "used.raw,name=disk.raw", "--nbd", "unix:r", "--control", "none"]).current_dir(dir);
-    let other = Served::spawn(&mut command, dir.join("r")).unwrap();
+    command.args(["serve", "used.raw,name=disk.raw", "--nbd", "unix:there.nbd", "--control", "none"]).current_dir(dir);
+    let other = Served::spawn(&mut command, dir.join("there.nbd")).unwrap();
     let served = serve(dir, &["old/receive-replaced.raw"]);
     eventually("it has failed", || job(dir, "receive-replaced")["state"] == "failed");
     let error = job(dir, "receive-replaced")["error"].to_string();
@@ -684,8 +663,11 @@ fn storage_that_hangs_for_one_disk_keeps_no_other_one_waiting_nor_the_end() {
     let dir = world("receive-hangs");
     let dir = dir.path();
     let mut command = faulty_sync(dir);
-    command.args(["receive", "there", "--nbd", "unix:r", "--engine", "threads"]).current_dir(dir).stdout(Stdio::null());
-    let mut there = Served { child: command.spawn().unwrap(), socket: dir.join("r") };
+    command
+        .args(["receive", "there", "--nbd", "unix:there.nbd", "--engine", "threads"])
+        .current_dir(dir)
+        .stdout(Stdio::null());
+    let mut there = Served { child: command.spawn().unwrap(), socket: dir.join("there.nbd") };
     eventually("it answers", || UnixStream::connect(&there.socket).is_ok());
     let export = |order: String| there.export(&format!(".spile-receive/{order}.raw"));
     let id = "a7".repeat(16);

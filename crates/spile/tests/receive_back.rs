@@ -5,12 +5,11 @@ mod common;
 use std::fs;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
-use common::moves::full;
+use common::moves::{full, job, let_go, receive_in, to_host};
 use common::nbd::Client;
 use common::{Served, eventually, fails, have, json, ok, spile};
-use serde_json::Value;
 use spile_core::ErrorKind;
 
 const MIB: usize = 1 << 20;
@@ -22,30 +21,8 @@ fn serve(dir: &Path, disk: &str) -> Served {
     Served::spawn(&mut command, dir.join("n")).unwrap_or_else(|err| panic!("serve {disk}: {err}"))
 }
 
-/// A host that takes disks in for `folder`.
-fn receive(dir: &Path, folder: &str) -> Served {
-    let (mut command, socket) = (spile(), dir.join(format!("{folder}.nbd")));
-    command.args(["receive", folder, "--nbd", &format!("unix:{folder}.nbd")]).current_dir(dir).stdout(Stdio::null());
-    let there = Served { child: command.spawn().unwrap(), socket };
-    eventually("it answers", || UnixStream::connect(&there.socket).is_ok());
-    there
-}
-
 fn to(dir: &Path, folder: &str, name: &str) -> String {
-    format!("nbd+unix:///{name}.raw?socket={}", dir.join(format!("{folder}.nbd")).display())
-}
-
-fn job(dir: &Path, disk: &str) -> Value {
-    let jobs = json(dir, &["jobs"]);
-    let found = jobs["jobs"].as_array().unwrap().iter().rfind(|job| job["disk"] == disk);
-    found.unwrap_or_else(|| panic!("{disk} has no job: {jobs}")).clone()
-}
-
-/// Waits until nobody has the disk open.
-fn let_go(dir: &Path, disk: &str) {
-    let mut checks = spile();
-    checks.args(["check", disk]).current_dir(dir);
-    eventually("nobody has it open any more", || checks.output().unwrap().status.success());
+    to_host(dir, folder, &format!("{name}.raw"))
 }
 
 /// Both sides of a disk that goes to and fro, and what it holds.
@@ -60,7 +37,7 @@ impl World {
     /// The disk lies in `old`, full, and both hosts take disks in.
     fn new(name: &'static str) -> (Self, Served, Served) {
         let (dir, bytes) = full(name, "there");
-        let (old, there) = (receive(dir.path(), "old"), receive(dir.path(), "there"));
+        let (old, there) = (receive_in(dir.path(), "old"), receive_in(dir.path(), "there"));
         (Self { dir, name, bytes, value: 200 }, old, there)
     }
 
@@ -133,7 +110,7 @@ fn a_way_back_goes_on_over_kills_of_either_side() {
     let begun = json(world.dir(), &["move", "back-kill", "--to", &uri, "--rate", "256K"]);
     eventually("it has begun", || !world.dir().join("old/back-kill.moved.raw").exists());
     old.kill();
-    old = receive(world.dir(), "old");
+    old = receive_in(world.dir(), "old");
     eventually("it goes on", || job(world.dir(), "back-kill")["motion"]["failing_for_s"].is_null());
     assert_eq!(job(world.dir(), "back-kill")["id"], begun["id"]);
     served.kill();
@@ -178,7 +155,7 @@ fn an_old_image_that_has_a_child_by_now_stays() {
     let (world, old, there) = World::new("back-child");
     let dir = world.dir();
     ok(dir, &["convert", "old/back-child.raw", "old/disk.vhd"]);
-    let uri = |folder: &str| to(dir, folder, "disk").replace("disk.raw", "disk.vhd");
+    let uri = |folder: &str| to_host(dir, folder, "disk.vhd");
     ok(dir, &["move", "old/disk.vhd", "--to", &uri("there")]);
     let_go(dir, "there/disk.vhd");
     ok(dir, &["create", "old/child.vhd", "--parent", "old/disk.moved.vhd"]);
@@ -286,7 +263,7 @@ fn an_old_image_is_taken_by_its_own_move_only_and_only_as_it_was_left() {
     assert!(back(&id, of, 48 * MIB) && !image.exists() && half.exists());
     assert!(back(&id, of, 48 * MIB) && !back(&other, of, 48 * MIB));
     old.kill();
-    let old = receive(dir, "old");
+    let old = receive_in(dir, "old");
     // The kernel may still have connected to the one that was killed.
     eventually("it is obeyed again", || back(&id, of, 48 * MIB));
     assert!(!back(&other, of, 48 * MIB));
@@ -307,7 +284,7 @@ fn an_old_image_with_a_parent_is_taken_unless_that_was_written_to() {
     ok(dir, &["convert", "old/back-parent.raw", "old/parent.vhd"]);
     ok(dir, &["create", "old/leaf.vhd", "--parent", "old/parent.vhd"]);
     let go = |from: &str, to_folder: &str| {
-        let uri = to(dir, to_folder, "leaf").replace("leaf.raw", "leaf.vhd");
+        let uri = to_host(dir, to_folder, "leaf.vhd");
         let moved = json(dir, &["move", &format!("{from}/leaf.vhd"), "--to", &uri]);
         let_go(dir, &format!("{to_folder}/leaf.vhd"));
         ok(dir, &["compare", &format!("{to_folder}/leaf.vhd"), "old/back-parent.raw"]);

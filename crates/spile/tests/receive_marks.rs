@@ -4,18 +4,15 @@ mod common;
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use common::moves::full;
+use common::moves::{full, job, let_go, receive, to};
 use common::nbd::Client;
 use common::{Served, eventually, json, ok, spile};
-use serde_json::Value;
 
 const MIB: usize = 1 << 20;
 const BLOCK: usize = 64 << 10;
@@ -30,25 +27,6 @@ fn serve(dir: &Path, disk: &str) -> Served {
     try_serve(dir, disk).unwrap_or_else(|err| panic!("serve {disk}: {err}"))
 }
 
-/// The other host, which takes disks in for the folder `there`.
-fn receive(dir: &Path) -> Served {
-    let mut command = spile();
-    command.args(["receive", "there", "--nbd", "unix:r"]).current_dir(dir).stdout(Stdio::null());
-    let there = Served { child: command.spawn().unwrap(), socket: dir.join("r") };
-    eventually("it answers", || UnixStream::connect(&there.socket).is_ok());
-    there
-}
-
-fn to(dir: &Path, name: &str) -> String {
-    format!("nbd+unix:///{name}?socket={}", dir.join("r").display())
-}
-
-fn job(dir: &Path, disk: &str) -> Value {
-    let jobs = json(dir, &["jobs"]);
-    let found = jobs["jobs"].as_array().unwrap().iter().rfind(|job| job["disk"] == disk);
-    found.unwrap_or_else(|| panic!("{disk} has no job: {jobs}")).clone()
-}
-
 /// The numbers of the blocks that have changed since the checkpoint `since` of the disk.
 fn changed(dir: &Path, disk: &str, since: &str) -> BTreeSet<usize> {
     let told = json(dir, &["changed", disk, "--since", since]);
@@ -59,13 +37,6 @@ fn changed(dir: &Path, disk: &str, since: &str) -> BTreeSet<usize> {
         from..from + len
     });
     blocks.collect()
-}
-
-/// Waits until nobody has the disk open on the other host.
-fn let_go(dir: &Path, disk: &str) {
-    let mut checks = spile();
-    checks.args(["check", disk]).current_dir(dir);
-    eventually("nobody has it open any more", || checks.output().unwrap().status.success());
 }
 
 fn write(served: &Served, block: usize) {

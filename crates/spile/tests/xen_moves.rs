@@ -2,13 +2,13 @@
 
 mod common;
 
-use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Output, Stdio};
+use std::process::Output;
 use std::time::Duration;
 
+use common::moves::{self, receive};
 use common::xen::{BLOCK, BLOCKS, Load, Xen, chain, content, request, take, wait_until};
-use common::{Served, ok, spile};
+use common::{ok, spile};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
@@ -43,17 +43,8 @@ fn hand_over(dir: &Path, job: &str) {
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
 }
 
-/// The other host.
-fn receive(dir: &Path) -> Served {
-    let mut command = spile();
-    command.args(["receive", "there", "--nbd", "unix:r"]).current_dir(dir).stdout(Stdio::null());
-    let there = Served { child: command.spawn().unwrap(), socket: dir.join("r") };
-    wait_until("an answer there", || UnixStream::connect(&there.socket).is_ok());
-    there
-}
-
 fn begin(dir: &Path, name: &str, more: &[&str]) -> String {
-    let to = format!("nbd+unix:///{name}?socket={}", dir.join("r").display());
+    let to = moves::to(dir, name);
     let begun = done(dir, &[&["move", "disk", "--to", &to, "--mirror-only"], more].concat());
     begun["id"].as_str().unwrap().to_owned()
 }

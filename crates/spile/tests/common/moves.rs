@@ -1,7 +1,13 @@
 //! Disks that are moved, and how far their moves are.
 
 use std::fs;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::process::Stdio;
+
+use serde_json::Value;
+
+use super::{Served, eventually, json, spile};
 
 const MIB: usize = 1 << 20;
 
@@ -19,4 +25,42 @@ pub fn noted(dir: &Path, disk: &str) -> u64 {
     let note = fs::read_to_string(dir.join(format!("old/.{disk}.raw.spile-job"))).unwrap_or_default();
     let copied = note.lines().find_map(|line| line.strip_prefix("copied ")?.split(' ').next()?.parse().ok());
     copied.unwrap_or_default()
+}
+
+/// The other host, which takes disks in for the folder `there`.
+pub fn receive(dir: &Path) -> Served {
+    receive_in(dir, "there")
+}
+
+/// A host that takes disks in for `folder`.
+pub fn receive_in(dir: &Path, folder: &str) -> Served {
+    let (mut command, socket) = (spile(), dir.join(format!("{folder}.nbd")));
+    command.args(["receive", folder, "--nbd", &format!("unix:{folder}.nbd")]).current_dir(dir).stdout(Stdio::null());
+    let there = Served { child: command.spawn().unwrap(), socket };
+    eventually("it answers", || UnixStream::connect(&there.socket).is_ok());
+    there
+}
+
+/// Where the disk `name` goes at the host of [`receive`].
+pub fn to(dir: &Path, name: &str) -> String {
+    to_host(dir, "there", name)
+}
+
+/// Where the disk `name` goes at the host that takes disks in for `folder`.
+pub fn to_host(dir: &Path, folder: &str, name: &str) -> String {
+    format!("nbd+unix:///{name}?socket={}", dir.join(format!("{folder}.nbd")).display())
+}
+
+/// The last job of the disk.
+pub fn job(dir: &Path, disk: &str) -> Value {
+    let jobs = json(dir, &["jobs"]);
+    let found = jobs["jobs"].as_array().unwrap().iter().rfind(|job| job["disk"] == disk);
+    found.unwrap_or_else(|| panic!("{disk} has no job: {jobs}")).clone()
+}
+
+/// Waits until nobody has the disk open.
+pub fn let_go(dir: &Path, disk: &str) {
+    let mut checks = spile();
+    checks.args(["check", disk]).current_dir(dir);
+    eventually("nobody has it open any more", || checks.output().unwrap().status.success());
 }
