@@ -2,18 +2,20 @@
 
 #![forbid(unsafe_code)]
 
+use std::fmt::Display;
+use std::ops::{AddAssign, Range};
 use std::process::ExitCode;
 
-use spile_sim::backup::{self, BackupSummary, run_backup};
-use spile_sim::changes::{self, ChangesSummary, run_changes};
+use spile_sim::backup::{self, run_backup};
+use spile_sim::changes::{self, run_changes};
 use spile_sim::explore::{Finding, Options};
-use spile_sim::gc::{self, GcSummary, run_gc};
+use spile_sim::gc::{self, run_gc};
 use spile_sim::image::{Image, Kind};
-use spile_sim::live::{Broken, LiveSummary, run_live};
-use spile_sim::merge::{self, MergeSummary, run_merge};
-use spile_sim::motion::{MotionSummary, run_motion};
+use spile_sim::live::{self, run_live};
+use spile_sim::merge::{self, run_merge};
+use spile_sim::motion::{self, run_motion};
 use spile_sim::plan::Plan;
-use spile_sim::receive::{self, ReceiveSummary, run_receive};
+use spile_sim::receive::{self, run_receive};
 use spile_sim::seeds::{Mode, report, run_seeds};
 
 const USAGE: &str = "\
@@ -42,36 +44,26 @@ struct Arguments {
     threads: usize,
     findings: usize,
     trace: bool,
-    exchange: bool,
-    merge: bool,
-    motion: bool,
-    receive: bool,
-    changes: bool,
-    backup: bool,
-    gc: bool,
+    what: What,
+}
+
+/// What is run.
+#[derive(Clone, Copy)]
+enum What {
+    Images,
+    Exchange,
+    Merge,
+    Gc,
+    Move,
+    Receive,
+    Changes,
+    Backup,
 }
 
 fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let (kind, mode) = (None, Mode::Random);
-    let (trace, exchange, merge) = (false, false, false);
-    let (motion, receive, changes, backup) = (false, false, false, false);
-    let mut arguments = Arguments {
-        seeds: 1000,
-        start: 0,
-        kind,
-        mode,
-        threads,
-        findings: 10,
-        trace,
-        exchange,
-        merge,
-        motion,
-        receive,
-        changes,
-        backup,
-        gc: false,
-    };
+    let (kind, mode, trace, what) = (None, Mode::Random, false, What::Images);
+    let mut arguments = Arguments { seeds: 1000, start: 0, kind, mode, threads, findings: 10, trace, what };
     while let Some(word) = words.next() {
         let mut number = || -> Result<u64, String> {
             let value = words.next().ok_or(format!("{word} wants a number"))?;
@@ -84,13 +76,13 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
             "--findings" => arguments.findings = number()?.max(1) as usize,
             "--every-step" => arguments.mode = Mode::EveryStep,
             "--trace" => arguments.trace = true,
-            "--exchange" => arguments.exchange = true,
-            "--changes" => arguments.changes = true,
-            "--backup" => arguments.backup = true,
-            "--merge" => arguments.merge = true,
-            "--gc" => arguments.gc = true,
-            "--move" => arguments.motion = true,
-            "--receive" => arguments.receive = true,
+            "--exchange" => arguments.what = What::Exchange,
+            "--changes" => arguments.what = What::Changes,
+            "--backup" => arguments.what = What::Backup,
+            "--merge" => arguments.what = What::Merge,
+            "--gc" => arguments.what = What::Gc,
+            "--move" => arguments.what = What::Move,
+            "--receive" => arguments.what = What::Receive,
             "--kind" => {
                 let name = words.next().unwrap_or_default();
                 arguments.kind = Some(name.parse().map_err(|error| format!("{error}"))?);
@@ -101,17 +93,16 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
     Ok(arguments)
 }
 
-/// Runs seeds one after the other, and counts those that find something.
-fn each_seed<T>(
-    seeds: std::ops::Range<u64>,
+/// Runs seeds one after the other, and says what they have found and done.
+fn each_seed<T: Default + AddAssign + Display>(
+    seeds: Range<u64>,
     arguments: &Arguments,
     run: impl Fn(u64) -> Result<T, Finding>,
-    mut add: impl FnMut(T),
 ) -> ExitCode {
-    let mut findings = 0;
+    let (mut findings, mut all) = (0, T::default());
     for seed in seeds {
         match run(seed) {
-            Ok(summary) => add(summary),
+            Ok(summary) => all += summary,
             Err(finding) => {
                 finding.trace.iter().for_each(|line| println!("{line}"));
                 println!("seed {seed}: {}", finding.message);
@@ -123,109 +114,38 @@ fn each_seed<T>(
         }
     }
     println!("{findings} findings");
-    if findings == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    println!("{all}");
+    exit_code(findings == 0)
 }
 
-fn run_exchanges(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
-    let mut all = LiveSummary::default();
-    let code = each_seed(seeds, arguments, |seed| run_live(seed, Broken::Nothing, arguments.trace), |one| all += one);
-    let LiveSummary { exchanges, failed, sealed, grown, went_back, .. } = all;
-    println!(
-        "{exchanges} snapshots of disks, {failed} failed, {sealed} sealed, {grown} disks grew, {went_back} went back"
-    );
-    code
-}
-
-fn run_merges(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
-    let mut all = MergeSummary::default();
-    let run = |seed| run_merge(seed, merge::Broken::Nothing, arguments.trace);
-    let code = each_seed(seeds, arguments, run, |one| all += one);
-    let MergeSummary { merged, leaves, flattened, resumed, ended_early, refused, .. } = all;
-    println!("{merged} layers merged, {leaves} leaves merged, {flattened} leaves flattened");
-    println!("{resumed} jobs went on after a crash, {ended_early} ended early, {refused} were refused");
-    code
-}
-
-fn run_collections(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
-    let mut all = GcSummary::default();
-    let run = |seed| run_gc(seed, gc::Broken::Nothing, arguments.trace);
-    let code = each_seed(seeds, arguments, run, |one| all += one);
-    let GcSummary { marked, removed, cloned, snapshots, merged, busy, resumed, .. } = all;
-    println!("{marked} images marked, {removed} removed, {cloned} clones and {snapshots} snapshots made");
-    println!("{merged} marked images merged away, {busy} of them under load; {resumed} merges went on after a crash");
-    code
-}
-
-fn run_moves(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
-    let mut all = MotionSummary::default();
-    let run = |seed| run_motion(seed, merge::Broken::Nothing, arguments.trace);
-    let code = each_seed(seeds, arguments, run, |one| all += one);
-    let MotionSummary { moved, busy, found, taken_back, resumed, ended_early, .. } = all;
-    println!("{moved} disks moved, {busy} of them under load; {found} found at their new place after a crash");
-    println!("{taken_back} hand-overs taken back, {resumed} jobs went on after a crash, {ended_early} ended early");
-    code
-}
-
-fn run_receivers(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
-    let mut all = ReceiveSummary::default();
-    let run = |seed| run_receive(seed, receive::Broken::Nothing, arguments.trace);
-    let code = each_seed(seeds, arguments, run, |one| all += one);
-    let ReceiveSummary { moved, busy, troubled, found, resumed, copied, ended_early, left, .. } = all;
-    println!("{moved} disks moved, {busy} of them under load, {troubled} through trouble; {copied} copied");
-    println!(
-        "{found} opened there, {resumed} jobs went on after a crash, {ended_early} ended early, {left} left a half"
-    );
-    println!("{} links cut, {} crashes here, {} there", all.cuts, all.crashes, all.crashes_there);
-    code
-}
-
-fn run_tracking(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
-    let mut all = ChangesSummary::default();
-    let run = |seed| match arguments.mode {
-        Mode::EveryStep => changes::run_every_step(seed, changes::Broken::Nothing),
-        Mode::Random => run_changes(seed, changes::Broken::Nothing, arguments.trace),
-    };
-    let code = each_seed(seeds, arguments, run, |one| all += one);
-    let ChangesSummary { crashes, made, removed, asked, exact, .. } = all;
-    println!(
-        "{crashes} crashes, {made} checkpoints made, {removed} removed, {asked} answers checked, {exact} of them exact"
-    );
-    code
-}
-
-fn run_backups(seeds: std::ops::Range<u64>, arguments: &Arguments) -> ExitCode {
-    let mut all = BackupSummary::default();
-    let kept = backup::Broken::Copy(backup::BrokenCopy::Nothing);
-    let code = each_seed(seeds, arguments, |seed| run_backup(seed, kept, arguments.trace), |one| all += one);
-    println!("{} disks copied, {} requests, {} of them beside a copy", all.copied, all.requests, all.beside);
-    println!("{} increments, {} crashes", all.increments, all.crashes);
-    code
+fn exit_code(is_right: bool) -> ExitCode {
+    if is_right { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 fn run(arguments: &Arguments) -> ExitCode {
+    let (seeds, trace) = (arguments.start..arguments.start.saturating_add(arguments.seeds), arguments.trace);
+    let is_every_step = arguments.mode == Mode::EveryStep;
+    match arguments.what {
+        What::Images => run_images(seeds, arguments),
+        What::Exchange => each_seed(seeds, arguments, |seed| run_live(seed, live::Broken::Nothing, trace)),
+        What::Merge => each_seed(seeds, arguments, |seed| run_merge(seed, merge::Broken::Nothing, trace)),
+        What::Gc => each_seed(seeds, arguments, |seed| run_gc(seed, gc::Broken::Nothing, trace)),
+        What::Move => each_seed(seeds, arguments, |seed| run_motion(seed, motion::Broken::Nothing, trace)),
+        What::Receive => each_seed(seeds, arguments, |seed| run_receive(seed, receive::Broken::Nothing, trace)),
+        What::Changes if is_every_step => {
+            each_seed(seeds, arguments, |seed| changes::run_every_step(seed, changes::Broken::Nothing))
+        }
+        What::Changes => each_seed(seeds, arguments, |seed| run_changes(seed, changes::Broken::Nothing, trace)),
+        What::Backup => {
+            let kept = backup::Broken::Copy(backup::BrokenCopy::Nothing);
+            each_seed(seeds, arguments, |seed| run_backup(seed, kept, trace))
+        }
+    }
+}
+
+/// Runs single images and chains, on several threads.
+fn run_images(seeds: Range<u64>, arguments: &Arguments) -> ExitCode {
     let options = Options { trace: arguments.trace, ..Options::default() };
-    let seeds = arguments.start..arguments.start.saturating_add(arguments.seeds);
-    if arguments.exchange {
-        return run_exchanges(seeds, arguments);
-    }
-    if arguments.changes {
-        return run_tracking(seeds, arguments);
-    }
-    if arguments.backup {
-        return run_backups(seeds, arguments);
-    }
-    if arguments.merge {
-        return run_merges(seeds, arguments);
-    }
-    if arguments.gc {
-        return run_collections(seeds, arguments);
-    }
-    if arguments.motion {
-        return run_moves(seeds, arguments);
-    }
-    if arguments.receive {
-        return run_receivers(seeds, arguments);
-    }
     let Arguments { kind, mode, .. } = *arguments;
     let totals = run_seeds(seeds, kind, mode, &options, arguments.threads, arguments.findings);
     for (seed, finding) in totals.findings.iter().filter(|_| arguments.trace) {
@@ -243,7 +163,7 @@ fn run(arguments: &Arguments) -> ExitCode {
         totals.crashes,
         totals.findings.len()
     );
-    if totals.findings.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    exit_code(totals.findings.is_empty())
 }
 
 fn main() -> ExitCode {

@@ -14,5 +14,14 @@ macro_rules! summary {
                 $(self.$count += other.$count;)*
             }
         }
+
+        /// The counts by their names, on one line.
+        impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                let all = [$((stringify!($count), self.$count),)*];
+                let words: Vec<String> = all.iter().map(|(name, n)| format!("{} {n}", name.replace('_', " "))).collect();
+                f.write_str(&words.join(", "))
+            }
+        }
     };
 }
