@@ -28,11 +28,11 @@ pub use spile_life::backup::Broken as BrokenCopy;
 
 use crate::exec::{Ended, Executor};
 use crate::explore::{Finding, catch_findings};
-use crate::live::{pause, turns};
 use crate::pages::{PAGE, Pages};
 use crate::plan::Plan;
 use crate::rng::Rng;
 use crate::store::SimStore;
+use crate::turns::{pause, turns};
 use crate::world::World;
 
 /// A rule that is broken.

@@ -16,6 +16,7 @@ pub mod faults;
 mod file;
 pub mod gc;
 pub mod image;
+mod jobs;
 pub mod live;
 pub mod merge;
 pub mod motion;
@@ -32,6 +33,7 @@ pub mod stamp;
 mod store;
 pub mod subject;
 pub mod toys;
+mod turns;
 mod workload;
 mod world;
 

@@ -9,6 +9,7 @@ use std::rc::Rc;
 
 use spile_core::{Disk, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Segment, Segments, WriteZeroes};
 
+use crate::exec::Executor;
 use crate::oracle::{Change, Oracle, Pending};
 use crate::plan::{Plan, Weights};
 use crate::rng::Rng;
@@ -61,6 +62,24 @@ impl<D: Disk> Workload<D> {
         let (only_syncs_fail, is_exchanged, waits) = (false, true, false);
         let flush_failed = Cell::new(false);
         Rc::new(Self { disk, world, oracle, plan, faults_before, only_syncs_fail, is_exchanged, waits, flush_failed })
+    }
+
+    /// Gives a new disk something to hold, and closes it in order.
+    pub async fn fill(self: Rc<Self>, mut rng: Rng) {
+        let requests = rng.between(3, 30);
+        self.clone().client(rng, requests).await;
+        self.close().await;
+    }
+
+    /// Begins to read what was written before, and one to three clients of so many requests each.
+    pub fn begin_all(self: &Rc<Self>, executor: &mut Executor, rng: &mut Rng, requests: u64)
+    where
+        D: 'static,
+    {
+        executor.spawn(self.clone().verify(Rng::new(rng.word()), false));
+        for _ in 0..rng.between(1, 3) {
+            executor.spawn(self.clone().client(Rng::new(rng.word()), requests));
+        }
     }
 
     /// Makes `requests` requests, one after the other.

@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Waker;
 
-use spile_core::{Error, ErrorKind, OpenMode, Result};
+use spile_core::{Error, ErrorKind, Files as _, OpenMode, Result};
+use spile_image::formats::vhd::{self, CreateParams};
 
 use crate::faults::{Faults, Harm, Sabotage};
 use crate::file::{Change, Effect, SimFile};
@@ -195,6 +196,18 @@ impl World {
         let mut pages = Pages::default();
         pages.set_len(len_bytes);
         self.lock().add_file(path.into(), SimFile::durable(pages));
+    }
+
+    /// Puts an empty VHD of these properties there, durable. Its parent, if it has one, is there.
+    ///
+    /// # Errors
+    /// Properties that cannot be.
+    pub(crate) async fn install_vhd(&self, path: &Path, params: &CreateParams) -> Result<()> {
+        self.install_empty(path, 0);
+        let store = self.files().open(&path.into(), OpenMode::ReadWrite).await?;
+        vhd::create(&store, &*self.env(), params).await?;
+        self.settle(path);
+        Ok(())
     }
 
     /// Puts a device of `len_bytes` there that holds somebody's old bytes.

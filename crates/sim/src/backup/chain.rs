@@ -28,12 +28,12 @@ use spile_node::Node;
 use super::{BackupSummary, Broken, BrokenCopy, SimDisk, Still, open_raw};
 use crate::exec::{Ended, Executor};
 use crate::explore::{Finding, catch_findings};
-use crate::live::{pause, turns};
 use crate::oracle::Crash;
 use crate::pages::{PAGE, Pages};
 use crate::plan::Plan;
 use crate::rng::Rng;
 use crate::store::{SimFiles, SimStore};
+use crate::turns::{pause, turns};
 use crate::world::World;
 
 const DISK: &str = "/images/chain.raw";

@@ -18,10 +18,10 @@ use spile_life::names;
 use spile_node::Node;
 
 use super::{ChangesSummary, Disks};
-use crate::live::pause;
 use crate::pages::Pages;
 use crate::rng::Rng;
 use crate::store::SimFiles;
+use crate::turns::pause;
 use crate::world::World;
 
 const DISK: &str = "/images/disk.raw";

@@ -18,9 +18,9 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use spile_core::{Disk, Error, ErrorKind, Files as _, OpenMode, Result};
+use spile_core::{Disk, Error, ErrorKind, Result};
+use spile_image::formats::vhd::CreateParams;
 use spile_image::formats::vhd::codec::footer::DiskType;
-use spile_image::formats::vhd::{self, CreateParams};
 use spile_image::{Graph, OpenOptions};
 use spile_life::gc::{Family, Tools};
 use spile_life::recover;
@@ -199,11 +199,7 @@ impl Host {
             made.unwrap_or_else(|error| panic!("cannot create an image: {error:?}"));
             let opened = host.open(&host.world.files(), &path, false).await;
             let graph = opened.unwrap_or_else(|error| panic!("a new image does not open: {error:?}"));
-            let work = host.workload(Node::new(graph), &host.oracle(&path));
-            let mut rng = Rng::new(word);
-            let requests = rng.between(3, 30);
-            work.clone().client(rng, requests).await;
-            work.close().await;
+            host.workload(Node::new(graph), &host.oracle(&path)).fill(Rng::new(word)).await;
         });
     }
 
@@ -212,11 +208,7 @@ impl Host {
             block_size_bytes: self.block_bytes,
             ..CreateParams::new(DiskType::Dynamic, self.size_bytes)
         };
-        self.world.install_empty(path, 0);
-        let store = self.world.files().open(&path.into(), OpenMode::ReadWrite).await?;
-        vhd::create(&store, &*self.world.env(), &params).await?;
-        self.world.settle(path);
-        Ok(())
+        self.world.install_vhd(path, &params).await
     }
 
     async fn open(&self, files: &SimFiles, path: &Path, read_only: bool) -> Result<Graph<SimStore>> {

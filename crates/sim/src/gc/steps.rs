@@ -4,10 +4,8 @@ use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
-use spile_core::{Disk, ErrorKind, Files, Result, Timer};
+use spile_core::{Disk, ErrorKind, Files, Result};
 use spile_image::Format;
 use spile_life::base::refuse_unfit;
 use spile_life::gc::{Family, Kind, collect, look, tidy};
@@ -17,30 +15,15 @@ use spile_life::{Neighbours, Sizes, Work, delete, merge, names};
 use spile_node::Node;
 
 use super::{Broken, Fate, GcNode, Host};
-use crate::live::{pause, turns};
 use crate::rng::Rng;
 use crate::store::SimFiles;
+use crate::turns::{Turns, pause};
 use crate::world::World;
 
 /// The names that snapshots and clones get: few, so that they come again.
 const NAMES: [&str; 4] = ["/images/n0.vhd", "/images/n1.vhd", "/images/n2.vhd", "/images/n3.vhd"];
 /// The disk that nobody deletes.
 const DISK: &str = "/images/disk.vhd";
-
-/// A clock on which time goes by only in sleeps, each of which is some turns of the executor.
-#[derive(Default)]
-struct Turns(AtomicU64);
-
-impl Timer for Turns {
-    fn sleep(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
-        self.0.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
-        Box::pin(turns(2))
-    }
-
-    fn now_ns(&self) -> u64 {
-        self.0.fetch_add(1000, Ordering::Relaxed)
-    }
-}
 
 /// The files of the folder, which change.
 enum Listed {

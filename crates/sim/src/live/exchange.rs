@@ -1,11 +1,9 @@
 //! The tasks of [`super`] that exchange graphs, and judge what the old leaves hold.
 
 use std::cell::RefCell;
-use std::future::poll_fn;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::Poll;
 
 use futures_util::future::join;
 use spile_core::{Disk, Error, Extent, Result, Segments};
@@ -18,6 +16,7 @@ use super::{Frozen, Host, LiveNode};
 use crate::oracle::{Crash, Oracle};
 use crate::rng::Rng;
 use crate::store::SimStore;
+use crate::turns::pause;
 
 /// The bytes of a number, at the start of the part of each disk that its oracle does not watch.
 const NUMBER_BYTES: u64 = 4096;
@@ -252,22 +251,4 @@ impl Host {
             }
         }
     }
-}
-
-/// Lets up to `most` steps of this task pass.
-pub(crate) async fn pause(rng: &mut Rng, most: u64) {
-    turns(rng.skewed(most)).await;
-}
-
-/// Lets others run so many times.
-pub(crate) async fn turns(mut left: u64) {
-    poll_fn(|context| {
-        if left == 0 {
-            return Poll::Ready(());
-        }
-        left -= 1;
-        context.waker().wake_by_ref();
-        Poll::Pending
-    })
-    .await;
 }

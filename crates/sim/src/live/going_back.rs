@@ -13,7 +13,7 @@ use spile_life::revert::revert;
 
 use super::files::LiveFiles;
 use super::graph::Broken;
-use super::{Host, LiveDisk, exchange};
+use super::{Host, LiveDisk};
 use crate::oracle::Oracle;
 use crate::rng::Rng;
 
@@ -31,7 +31,7 @@ pub(super) struct GoingBack {
 impl Host {
     /// Has one disk go back, if it has a snapshot.
     pub(super) async fn go_back(self: Rc<Self>, mut rng: Rng) {
-        exchange::pause(&mut rng, 20).await;
+        crate::turns::pause(&mut rng, 20).await;
         let chosen = {
             let frozen = self.frozen.borrow();
             (!frozen.is_empty()).then(|| {
@@ -46,7 +46,7 @@ impl Host {
             self.settle_way_back(disk);
         }
         // Time for a crash behind it.
-        exchange::pause(&mut rng, 200).await;
+        crate::turns::pause(&mut rng, 200).await;
     }
 
     async fn go_back_to(&self, disk: usize, snapshot: &Path, oracle: &Rc<RefCell<Oracle>>) -> Result<()> {

@@ -30,9 +30,9 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use spile_core::{Disk, Error, ErrorKind, Files, OpenMode, Result};
+use spile_core::{Disk, Error, ErrorKind, Result};
+use spile_image::formats::vhd::CreateParams;
 use spile_image::formats::vhd::codec::footer::DiskType;
-use spile_image::formats::vhd::{self, CreateParams};
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::recover;
 use spile_node::Node;
@@ -45,7 +45,6 @@ use crate::plan::{Life, Plan};
 use crate::rng::Rng;
 use crate::workload::Workload;
 use crate::world::World;
-pub(crate) use exchange::{pause, turns};
 use files::LiveFiles;
 use going_back::GoingBack;
 pub use graph::Broken;
@@ -215,11 +214,7 @@ impl Host {
         }
         let params =
             CreateParams { block_size_bytes: self.block_bytes, ..CreateParams::new(DiskType::Dynamic, size_bytes) };
-        self.world.install_empty(&path, 0);
-        let store = self.world.files().open(&path.as_path().into(), OpenMode::ReadWrite).await?;
-        vhd::create(&store, &*self.world.env(), &params).await?;
-        self.world.settle(&path);
-        Ok(())
+        self.world.install_vhd(&path, &params).await
     }
 
     /// The format of the image at `path`. An operator knows which disk is raw; here the file that was made first tells.
@@ -316,10 +311,7 @@ impl Host {
             .map(|(node, disk)| self.workload(node.clone(), &disk.oracle, self.waits.get()))
             .collect();
         for work in &all {
-            executor.spawn(work.clone().verify(Rng::new(rng.word()), false));
-            for _ in 0..rng.between(1, 3) {
-                executor.spawn(work.clone().client(Rng::new(rng.word()), life.requests / 2));
-            }
+            work.begin_all(executor, rng, life.requests / 2);
         }
         if life.requests > 0 {
             let mut later = self.later_rng.borrow_mut();
@@ -390,7 +382,7 @@ impl Host {
     /// Makes disks longer now and then.
     async fn grow(self: Rc<Self>, nodes: Vec<LiveNode>, mut rng: Rng) {
         for _ in 0..rng.below(4) {
-            exchange::pause(&mut rng, 200).await;
+            crate::turns::pause(&mut rng, 200).await;
             let number = rng.index(nodes.len());
             let (node, disk) = (&nodes[number], &self.disks[number]);
             let size_bytes = node.info().size_bytes.next_multiple_of(4096) + (rng.between(1, 8) << 14);

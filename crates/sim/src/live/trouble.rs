@@ -13,11 +13,11 @@ use std::time::Duration;
 use spile_core::Timer;
 use spile_node::{OnError, Policy, Troubles};
 
-use super::exchange::{pause, turns};
 use super::{Broken, Host};
 use crate::faults::Faults;
 use crate::plan::Life;
 use crate::rng::Rng;
+use crate::turns::{pause, turns};
 
 /// A clock on which time goes by only in sleeps, and a sleep is a number of turns of the executor.
 #[derive(Default)]

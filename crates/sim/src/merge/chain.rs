@@ -4,9 +4,9 @@ use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-use spile_core::{Files, OpenMode, Result};
+use spile_core::Result;
 use spile_image::formats::vhd::codec::footer::DiskType;
-use spile_image::formats::vhd::{self, CreateParams, VhdParent};
+use spile_image::formats::vhd::{CreateParams, VhdParent};
 use spile_image::{Graph, OpenOptions};
 
 use super::Host;
@@ -99,11 +99,7 @@ impl Host {
                 made.unwrap_or_else(|error| panic!("cannot create an image: {error:?}"));
                 let opened = host.open(&host.chain.path(number), false).await;
                 let graph = opened.unwrap_or_else(|error| panic!("a new image does not open: {error:?}"));
-                let work = host.workload(spile_node::Node::new(graph), &host.oracle);
-                let mut rng = Rng::new(word);
-                let requests = rng.between(3, 30);
-                work.clone().client(rng, requests).await;
-                work.close().await;
+                host.workload(spile_node::Node::new(graph), &host.oracle).fill(Rng::new(word)).await;
             });
             if let Some(second) = self.chain.second.as_ref().filter(|second| second.parent == number) {
                 *second.oracle.borrow_mut() = self.oracle.borrow().clone();
@@ -132,11 +128,7 @@ impl Host {
             }
         };
         params.block_size_bytes = self.chain.blocks[number];
-        self.world.install_empty(path, 0);
-        let store = self.world.files().open(&path.into(), OpenMode::ReadWrite).await?;
-        vhd::create(&store, &*self.world.env(), &params).await?;
-        self.world.settle(path);
-        Ok(())
+        self.world.install_vhd(path, &params).await
     }
 
     async fn open(&self, path: &Path, read_only: bool) -> Result<Graph<SimStore>> {

@@ -1,49 +1,27 @@
 //! The jobs of [`super`], and those who meddle with them.
 
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
-use spile_core::{Env, Error, ErrorKind, Files, Timer};
+use spile_core::{Env, Error, ErrorKind, Files};
 use spile_life::jobs::{Job, Merged, Plan, State, Wishes};
-use spile_life::{Work, merge, names};
+use spile_life::{Work, merge};
 
 use super::chain::DISK;
 use super::{Host, MergeNode};
-use crate::live::{pause, turns};
+use crate::jobs;
 use crate::rng::Rng;
-
-/// A clock on which time goes by only in sleeps, each of which is some turns of the executor.
-#[derive(Default)]
-struct Turns(AtomicU64);
-
-impl Timer for Turns {
-    fn sleep(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
-        self.0.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
-        Box::pin(turns(2))
-    }
-
-    fn now_ns(&self) -> u64 {
-        self.0.fetch_add(1000, Ordering::Relaxed)
-    }
-}
+use crate::turns::{Turns, pause};
 
 impl Host {
     /// Goes on with the job that the note names, then begins others.
     pub(super) async fn jobs(self: Rc<Self>, node: MergeNode, mut rng: Rng) {
-        let files = self.world.files();
-        match Plan::read(&files, Path::new(DISK)).await {
-            Ok(Some(plan)) => {
-                self.count(|summary| summary.resumed += 1);
-                if self.job(&node, plan, &mut rng).await == State::Stopped {
-                    return;
-                }
+        if let Some(note) = jobs::left(&self.world.files(), Path::new(DISK), || self.has_faults()).await {
+            self.count(|summary| summary.resumed += 1);
+            if self.job(&node, note.plan, &mut rng).await == State::Stopped {
+                return;
             }
-            Ok(None) => {}
-            Err(error) => assert!(self.has_faults(), "the note cannot be read: {error:?}"),
         }
         for _ in 0..rng.between(0, 2) {
             pause(&mut rng, 100).await;
@@ -79,7 +57,7 @@ impl Host {
         let job =
             Arc::new(Job::new(Wishes { limit_bytes_per_s: rng.chance(1, 4).then_some(1 << 20), ..Wishes::default() }));
         if rng.chance(1, 2) {
-            crate::exec::spawn_beside(Box::pin(meddle(job.clone(), Rng::new(rng.word()))));
+            crate::exec::spawn_beside(Box::pin(jobs::meddle(job.clone(), Rng::new(rng.word()), 6)));
         }
         let (files, env, timer): (_, Arc<dyn Env>, _) = (self.world.files(), self.world.env(), Turns::default());
         let neighbours = self.chain.paths();
@@ -117,7 +95,7 @@ impl Host {
                 self.count(|summary| summary.ended_early += 1);
             }
         }
-        self.check_note(job.state()).await;
+        jobs::check_note(&files, Path::new(DISK), job.state(), || self.has_faults()).await;
         job.state()
     }
 
@@ -186,31 +164,6 @@ impl Host {
                 if self.second_parent().as_ref() == Some(parent) {
                     self.verify_second().await;
                 }
-            }
-        }
-    }
-
-    /// The note is there exactly when the next process is to go on.
-    async fn check_note(&self, state: State) {
-        let there = self.world.files().canonical(&names::job(Path::new(DISK))).await.is_ok();
-        let is_right = there == (state == State::Stopped);
-        assert!(is_right || self.has_faults(), "after a job that is {state:?} its note is there: {there}");
-    }
-}
-
-/// Pauses and resumes the job, slows it, and ends it now and then.
-async fn meddle(job: Arc<Job>, mut rng: Rng) {
-    for _ in 0..rng.below(4) {
-        pause(&mut rng, 300).await;
-        match rng.below(6) {
-            0 => job.cancel(),
-            1 => job.stop(),
-            2 => job.set_limit(Some(rng.between(1, 64) << 16)),
-            3 => job.set_limit(None),
-            _ => {
-                job.pause();
-                pause(&mut rng, 200).await;
-                job.resume();
             }
         }
     }

@@ -172,10 +172,7 @@ impl Host {
         let node = opened.take().expect("the disk is open");
         self.world.set_faults(life.faults.clone());
         let work = self.workload(node.clone(), &self.oracle);
-        executor.spawn(work.clone().verify(Rng::new(rng.word()), false));
-        for _ in 0..rng.between(1, 3) {
-            executor.spawn(work.clone().client(Rng::new(rng.word()), life.requests / 2));
-        }
+        work.begin_all(executor, rng, life.requests / 2);
         if life.requests > 0 {
             executor.spawn(self.clone().jobs(node.clone(), Rng::new(rng.word())));
         }

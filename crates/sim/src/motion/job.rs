@@ -2,55 +2,32 @@
 
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
-use spile_core::metrics::Op;
-use spile_core::{Disk, Env, ErrorKind, Files, Locator, Timer};
+use spile_core::{Env, ErrorKind, Files, Locator};
 use spile_image::Format;
-use spile_life::jobs::{Job, Note, Plan, State, Wishes};
+use spile_life::jobs::{Job, Plan, State, Wishes};
 use spile_life::motion::{CameFrom, Move, old_image};
 use spile_life::{Work, names};
-use spile_node::Node;
 
 use super::marks::Marked;
 use super::{Host, MotionNode};
-use crate::live::{pause, turns};
+use crate::jobs;
 use crate::rng::Rng;
-
-/// A clock on which time goes by only in sleeps, each of which is some turns of the executor: a few, or some more.
-#[derive(Default)]
-pub(crate) struct Turns(AtomicU64);
-
-impl Timer for Turns {
-    fn sleep(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
-        self.0.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
-        Box::pin(turns(2 + time.as_millis() as u64 / 2))
-    }
-
-    fn now_ns(&self) -> u64 {
-        self.0.fetch_add(1000, Ordering::Relaxed)
-    }
-}
+use crate::turns::{Turns, pause, turns};
 
 impl Host {
     /// Goes on with the job that the note names, then begins another one.
     pub(super) async fn jobs(self: Rc<Self>, node: MotionNode, mut rng: Rng) {
-        match Note::read(&self.world.files(), &self.at()).await {
-            Ok(Some(Note { plan, copied, .. })) => {
-                self.count(|summary| {
-                    (summary.resumed, summary.taken_up) =
-                        (summary.resumed + 1, summary.taken_up + u64::from(copied.is_some()));
-                });
-                if self.job(&node, plan, &mut rng).await == State::Stopped {
-                    return;
-                }
+        if let Some(note) = jobs::left(&self.world.files(), &self.at(), || self.has_faults()).await {
+            self.count(|summary| {
+                summary.resumed += 1;
+                summary.taken_up += u64::from(note.copied.is_some());
+            });
+            if self.job(&node, note.plan, &mut rng).await == State::Stopped {
+                return;
             }
-            Ok(None) => {}
-            Err(error) => assert!(self.has_faults(), "the note cannot be read: {error:?}"),
         }
         for _ in 0..rng.between(0, 2) {
             pause(&mut rng, 100).await;
@@ -90,10 +67,10 @@ impl Host {
         let limit_bytes_per_s = rng.chance(1, 4).then_some(1 << 20);
         let job = Arc::new(Job::new(Wishes { limit_bytes_per_s, ..Wishes::default() }));
         if rng.chance(1, 2) {
-            crate::exec::spawn_beside(Box::pin(meddle(job.clone(), Rng::new(rng.word()))));
+            crate::exec::spawn_beside(Box::pin(jobs::meddle(job.clone(), Rng::new(rng.word()), 8)));
         }
         crate::exec::spawn_beside(Box::pin(self.clone().watch(job.clone())));
-        let (files, env, timer): (_, Arc<dyn Env>, _) = (self.world.files(), self.world.env(), Turns::default());
+        let (files, env, timer): (_, Arc<dyn Env>, _) = (self.world.files(), self.world.env(), Turns::of_time());
         let marked = Marked { of: &self.tracking, node, carrying: RefCell::default() };
         let work = Work {
             files: &files,
@@ -107,7 +84,7 @@ impl Host {
             sizes: self.sizes,
             broken: self.broken,
         };
-        let before = requests(node);
+        let before = jobs::requests(node);
         let comes_back = self.names_old_image(&at, to).await;
         let ended = spile_life::run(&work, &plan).await;
         let leaf = node.graph().await.handles()[0].path().to_owned();
@@ -119,7 +96,7 @@ impl Host {
                 let is_kept = is_there(old_image(&at)).await;
                 assert!(is_kept != *deletes_source || self.has_faults(), "the old image is kept: {is_kept}");
                 self.note_moved(to.clone());
-                let is_busy = requests(node) > before;
+                let is_busy = jobs::requests(node) > before;
                 self.count(|summary| {
                     (summary.moved, summary.busy) = (summary.moved + 1, summary.busy + u64::from(is_busy));
                     summary.back += u64::from(comes_back && !self.has_faults());
@@ -146,7 +123,7 @@ impl Host {
                 self.count(|summary| summary.ended_early += 1);
             }
         }
-        self.check_note(&at, job.state()).await;
+        jobs::check_note(&files, &at, job.state(), || self.has_faults()).await;
         job.state()
     }
 
@@ -187,36 +164,5 @@ impl Host {
             is_put_off = trouble.is_some_and(|trouble| trouble.contains("put off"));
         }
         self.count(|summary| summary.put_off += u64::from(is_put_off));
-    }
-
-    /// The note is there exactly when the next process is to go on.
-    async fn check_note(&self, disk: &std::path::Path, state: State) {
-        let there = self.world.files().canonical(&names::job(disk)).await.is_ok();
-        let is_right = there == (state == State::Stopped);
-        assert!(is_right || self.has_faults(), "after a job that is {state:?} its note is there: {there}");
-    }
-}
-
-/// How many requests of clients have ended.
-pub(crate) fn requests<G: Disk>(node: &Node<G>) -> u64 {
-    let reading = node.meter().read();
-    Op::ALL.iter().map(|op| reading.op(*op).ended).sum()
-}
-
-/// Pauses and resumes the job, slows it, and ends it now and then.
-pub(crate) async fn meddle(job: Arc<Job>, mut rng: Rng) {
-    for _ in 0..rng.below(4) {
-        pause(&mut rng, 300).await;
-        match rng.below(8) {
-            0 => job.cancel(),
-            1 => job.stop(),
-            2 => job.set_limit(Some(rng.between(1, 64) << 16)),
-            3 => job.set_limit(None),
-            _ => {
-                job.pause();
-                pause(&mut rng, 200).await;
-                job.resume();
-            }
-        }
     }
 }

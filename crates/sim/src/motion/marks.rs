@@ -12,8 +12,8 @@ use spile_life::changes::{Broken, Changes, Found, Surroundings};
 use spile_life::{Later, Marks, names};
 use spile_node::Node;
 
-use super::job::Turns;
 use crate::store::SimFiles;
+use crate::turns::Turns;
 use crate::world::World;
 
 /// What stays over the lives of a process that notes changes.
@@ -34,7 +34,7 @@ pub(crate) struct Marked<'a, S: Store> {
 
 impl Tracking {
     fn around(&self) -> Surroundings<SimFiles> {
-        let timer: Arc<dyn Timer> = Arc::new(Turns::default());
+        let timer: Arc<dyn Timer> = Arc::new(Turns::of_time());
         Surroundings { files: self.world.files(), env: self.world.env(), timer, alarm: |_, _| {}, broken: self.broken }
     }
 

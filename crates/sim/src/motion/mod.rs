@@ -18,9 +18,9 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use spile_core::{ErrorKind, Files, OpenMode, Result};
+use spile_core::{ErrorKind, Files, Result};
 use spile_image::formats::vhd::codec::footer::DiskType;
-use spile_image::formats::vhd::{self, CreateParams, VhdParent};
+use spile_image::formats::vhd::{CreateParams, VhdParent};
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::{Sizes, changes, motion, names, recover};
 use spile_node::Node;
@@ -183,11 +183,7 @@ impl Host {
                 made.unwrap_or_else(|error| panic!("cannot create an image: {error:?}"));
                 let opened = Graph::open(&host.world.files(), host.world.env(), path, &OpenOptions::default()).await;
                 let graph = opened.unwrap_or_else(|error| panic!("a new image does not open: {error:?}"));
-                let work = host.workload(Arc::new(Node::new(graph)));
-                let mut rng = Rng::new(word);
-                let requests = rng.between(3, 30);
-                work.clone().client(rng, requests).await;
-                work.close().await;
+                host.workload(Arc::new(Node::new(graph))).fill(Rng::new(word)).await;
             });
         }
     }
@@ -214,11 +210,7 @@ impl Host {
             }
         };
         params.block_size_bytes = self.block_bytes;
-        self.world.install_empty(path, 0);
-        let store = files.open(&path.into(), OpenMode::ReadWrite).await?;
-        vhd::create(&store, &*self.world.env(), &params).await?;
-        self.world.settle(path);
-        Ok(())
+        self.world.install_vhd(path, &params).await
     }
 
     /// One life of the process. Returns the number of its steps.
@@ -253,10 +245,7 @@ impl Host {
         let node = opened.take().expect("the disk is open");
         self.world.set_faults(life.faults.clone());
         let work = self.workload(node.clone());
-        executor.spawn(work.clone().verify(Rng::new(rng.word()), false));
-        for _ in 0..rng.between(1, 3) {
-            executor.spawn(work.clone().client(Rng::new(rng.word()), life.requests));
-        }
+        work.begin_all(executor, rng, life.requests);
         if life.requests > 0 {
             executor.spawn(self.clone().jobs(node.clone(), Rng::new(rng.word())));
         }

@@ -16,10 +16,10 @@ use spile_node::Node;
 use super::Broken;
 use super::link::Connection;
 use crate::exec::{Executor, Process, block_on, spawn_in};
-use crate::live::turns;
 use crate::oracle::Crash;
 use crate::rng::Rng;
 use crate::store::{SimFiles, SimStore};
+use crate::turns::turns;
 use crate::world::World;
 
 /// The process of the receiver.

@@ -6,21 +6,21 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
-use spile_core::{Env, ErrorKind, Files, Locator};
+use spile_core::{Env, ErrorKind, Locator};
 use spile_image::Format;
 use spile_image::layer::Identity;
 use spile_life::Work;
-use spile_life::jobs::{Job, Note, Plan, State, Wishes};
+use spile_life::jobs::{Job, Plan, State, Wishes};
 use spile_life::motion::{Move, Received, old_image};
 use spile_life::names;
 
 use super::house::FOLDER;
 use super::link::export;
 use super::{Broken, Host, LinkNode};
-use crate::live::{pause, turns};
-use crate::motion::job::{Turns, meddle, requests};
+use crate::jobs;
 use crate::motion::marks::Marked;
 use crate::rng::Rng;
+use crate::turns::{Turns, pause, turns};
 
 /// The path of the disk `name` on the other host.
 pub(super) fn there_at(name: &str) -> PathBuf {
@@ -35,18 +35,14 @@ fn name_of(to: &Locator) -> String {
 impl Host {
     /// Goes on with the job that the note names, then begins others, until the disk is gone.
     pub(super) async fn jobs(self: Rc<Self>, node: LinkNode, mut rng: Rng) {
-        match Note::read(&self.files(), &self.at).await {
-            Ok(Some(Note { plan, copied, .. })) => {
-                self.count(|summary| {
-                    (summary.resumed, summary.taken_up) =
-                        (summary.resumed + 1, summary.taken_up + u64::from(copied.is_some()));
-                });
-                if self.job(&node, plan, &mut rng).await == State::Stopped {
-                    return;
-                }
+        if let Some(note) = jobs::left(&self.files(), &self.at, || self.has_faults()).await {
+            self.count(|summary| {
+                summary.resumed += 1;
+                summary.taken_up += u64::from(note.copied.is_some());
+            });
+            if self.job(&node, note.plan, &mut rng).await == State::Stopped {
+                return;
             }
-            Ok(None) => {}
-            Err(error) => assert!(self.has_faults(), "the note cannot be read: {error:?}"),
         }
         for _ in 0..rng.between(1, 2) {
             pause(&mut rng, 100).await;
@@ -88,9 +84,9 @@ impl Host {
             crate::exec::spawn_beside(Box::pin(finish_later(job.clone(), Rng::new(rng.word()))));
         }
         if rng.chance(1, 3) {
-            crate::exec::spawn_beside(Box::pin(meddle(job.clone(), Rng::new(rng.word()))));
+            crate::exec::spawn_beside(Box::pin(jobs::meddle(job.clone(), Rng::new(rng.word()), 8)));
         }
-        let (files, env, timer): (_, Arc<dyn Env>, _) = (self.files(), self.here.env(), Turns::default());
+        let (files, env, timer): (_, Arc<dyn Env>, _) = (self.files(), self.here.env(), Turns::of_time());
         let marked = Marked { of: &self.tracking, node, carrying: RefCell::default() };
         let work = Work {
             files: &files,
@@ -104,9 +100,9 @@ impl Host {
             sizes: self.sizes,
             broken: self.broken.of_mover(),
         };
-        let before = requests(node);
+        let before = jobs::requests(node);
         let ended = spile_life::run(&work, &plan).await;
-        let is_busy = requests(node) > before;
+        let is_busy = jobs::requests(node) > before;
         let had_trouble = self.there.troubles.load(SeqCst) > troubles || !was_there;
         let is_at = node.graph().await.handles()[0].path().to_owned();
         match ended {
@@ -150,7 +146,7 @@ impl Host {
                 self.count(|summary| summary.ended_early += 1);
             }
         }
-        self.check_note(job.state()).await;
+        jobs::check_note(&self.files(), &self.at, job.state(), || self.has_faults()).await;
         job.state()
     }
 
@@ -159,13 +155,6 @@ impl Host {
         let disk = there_at(name);
         self.there.has(&names::receiving(&disk))
             || self.there.has(&names::received(&disk)) && !self.there.has_disk(&disk)
-    }
-
-    /// The note is there exactly when the next process is to go on.
-    async fn check_note(&self, state: State) {
-        let there = self.files().canonical(&names::job(&self.at)).await.is_ok();
-        let is_right = there == (state == State::Stopped);
-        assert!(is_right || self.has_faults(), "after a job that is {state:?} its note is there: {there}");
     }
 
     /// Somebody on the other host uses the copies that are whole, and nobody else writes to them from then on.

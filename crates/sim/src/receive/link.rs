@@ -20,8 +20,8 @@ use spile_life::motion::{ANSWER, ANSWER_BYTES};
 
 use super::house::{House, Lease, THERE, There, lock};
 use crate::exec::spawn_in;
-use crate::live::turns;
 use crate::store::{SimFiles, SimStore};
+use crate::turns::turns;
 use crate::world::World;
 
 /// Where the other host is.

@@ -23,9 +23,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
-use spile_core::{ErrorKind, Files, Locator, OpenMode, Result};
+use spile_core::{ErrorKind, Locator, Result};
+use spile_image::formats::vhd::CreateParams;
 use spile_image::formats::vhd::codec::footer::DiskType;
-use spile_image::formats::vhd::{self, CreateParams};
 use spile_image::{Broken as BrokenMove, Format, Graph, OpenOptions};
 use spile_life::{Sizes, changes, motion, names, recover};
 use spile_node::Node;
@@ -33,11 +33,11 @@ use spile_node::Node;
 use crate::exec::{Ended, Executor, block_on};
 use crate::explore::{Finding, catch_findings};
 use crate::faults::Faults;
-use crate::live::turns;
 use crate::motion::marks::Tracking;
 use crate::oracle::{Crash, Oracle};
 use crate::plan::{Life, Plan};
 use crate::rng::Rng;
+use crate::turns::turns;
 use crate::workload::Workload;
 use crate::world::World;
 use house::There;
@@ -300,11 +300,7 @@ impl Host {
             let (files, env) = (host.files(), host.here.env());
             let opened = Graph::open(&files, env, host.at.as_path(), &OpenOptions::default()).await;
             let graph = opened.unwrap_or_else(|error| panic!("a new image does not open: {error:?}"));
-            let work = host.workload(Arc::new(Node::new(graph)));
-            let mut rng = Rng::new(word);
-            let requests = rng.between(3, 30);
-            work.clone().client(rng, requests).await;
-            work.close().await;
+            host.workload(Arc::new(Node::new(graph))).fill(Rng::new(word)).await;
         });
     }
 
@@ -315,11 +311,7 @@ impl Host {
         }
         let mut params = CreateParams::new(DiskType::Dynamic, self.size_bytes);
         params.block_size_bytes = self.block_bytes;
-        self.here.install_empty(&self.at, 0);
-        let store = self.here.files().open(&self.at.as_path().into(), OpenMode::ReadWrite).await?;
-        vhd::create(&store, &*self.here.env(), &params).await?;
-        self.here.settle(&self.at);
-        Ok(())
+        self.here.install_vhd(&self.at, &params).await
     }
 
     /// One life of the process here.
@@ -359,10 +351,7 @@ impl Host {
         let node = opened.take().expect("the disk is open");
         self.here.set_faults(life.faults.clone());
         let work = self.workload(node.clone());
-        executor.spawn(work.clone().verify(Rng::new(rng.word()), false));
-        for _ in 0..rng.between(1, 3) {
-            executor.spawn(work.clone().client(Rng::new(rng.word()), life.requests));
-        }
+        work.begin_all(executor, rng, life.requests);
         if life.requests > 0 && self.is_here() {
             executor.spawn(self.clone().jobs(node.clone(), Rng::new(rng.word())));
         }
