@@ -5,12 +5,12 @@ mod common;
 use std::fs;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use common::guests::Load;
 use common::moves::{self, job, let_go, noted, receive, to};
 use common::nbd::Client;
-use common::{Served, eventually, fails, faulty_sync, json, ok, spile};
+use common::{Served, eventually, fails, faulty_sync, have, json, ok, spile};
 use serde_json::Value;
 
 const MIB: usize = 1 << 20;
@@ -616,6 +616,39 @@ fn an_export_that_has_come_in_the_place_of_spile_receive_is_not_overwritten() {
         fs::read(dir.join("used.raw")).unwrap().iter().all(|byte| *byte == 0),
         "a disk that is used is overwritten"
     );
+}
+
+#[test]
+fn another_server_in_the_place_of_a_host_that_is_away_is_not_overwritten_by_a_copy_that_goes_on() {
+    let test = "another_server_in_the_place_of_a_host_that_is_away_is_not_overwritten_by_a_copy_that_goes_on";
+    if !have("nbdkit", test) {
+        return;
+    }
+    let (dir, bytes) = full("receive-away");
+    let dir = dir.path();
+    let there = receive(dir);
+    let served = serve(dir, &["old/receive-away.raw"]);
+    let begun = json(dir, &["move", "receive-away", "--to", &to(dir, "disk.raw"), "--rate", "4M"]);
+    eventually("it has begun", || job(dir, "receive-away")["done_bytes"].as_u64() > Some(0));
+    there.kill();
+    // It takes any name for its export, which has the disk's size.
+    fs::write(dir.join("any.raw"), vec![0x77; 48 * MIB]).unwrap();
+    fs::remove_file(dir.join("there.nbd")).unwrap();
+    let mut command = Command::new("nbdkit");
+    command.args(["-f", "-U", "there.nbd", "file", "any.raw"]).current_dir(dir);
+    let nbdkit = Served { child: command.spawn().unwrap(), socket: dir.join("there.nbd") };
+    eventually("the copy has looked there", || {
+        let job = job(dir, "receive-away");
+        let is_seen = job["motion"]["trouble"].to_string().contains("no `spile receive`");
+        is_seen || fs::read(dir.join("any.raw")).unwrap().iter().any(|byte| *byte != 0x77)
+    });
+    assert!(fs::read(dir.join("any.raw")).unwrap().iter().all(|byte| *byte == 0x77), "it was written to");
+    nbdkit.kill();
+    let there = receive(dir);
+    ok(dir, &["job", begun["id"].as_str().unwrap(), "rate", "none"]);
+    eventually("it is done", || job(dir, "receive-away")["state"] == "done");
+    assert!(served.terminate().success() && there.terminate().success());
+    assert!(fs::read(dir.join("there/disk.raw")).unwrap() == bytes, "the disk holds something else there");
 }
 
 #[test]

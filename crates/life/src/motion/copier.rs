@@ -233,7 +233,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             // A place may open each time, and fail each time at the first write, as one that is full.
             self.work.timer.sleep(self.pauses.next()).await;
             self.work.job.go_on().await.map_err(Failure::Disk)?;
-            match Box::pin(self.place.open(self.work, &self.source)).await {
+            match Box::pin(self.place.open_again(self.work, &self.source)).await {
                 Ok(target) => {
                     let ends = Ends::new(self.work, &self.source, Arc::new(target), &self.mirror);
                     *self.ends.borrow_mut() = Rc::new(ends);

@@ -168,15 +168,8 @@ impl Place {
         if self.moved.half.is_none() {
             let Some(id) = plan.id.filter(|id| to_hex(*id) == copied.half) else { return Ok(None) };
             self.be_taken_in(id);
-            // A copy that got its name while the process before ended is somebody's disk by now.
-            if let Some(order) = self.order(|id| Order::Ask { id }) {
-                match order::give(work.files, &order).await {
-                    Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-                    asked => asked?,
-                }
-            }
         }
-        let target = match self.open(work, source).await {
+        let target = match self.open_again(work, source).await {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             // It was not made to its end, or is another file.
             Err(error) if self.moved.half.is_some() && is_no_image(error.kind()) => return Ok(None),
@@ -368,11 +361,25 @@ impl Place {
         }
     }
 
+    /// Opens the new image, which another process has begun, or which was away for a while. A host that has taken it in is asked before: another server may be
+    /// there now, and have an export of any name; and a copy that got its name meanwhile is somebody's disk.
+    ///
+    /// # Errors
+    /// As [`Place::make`]; `NotFound` where there is no `spile receive`, or no such image; `Denied` when the copy has its name.
+    pub async fn open_again<F: Files>(&self, work: &Work<'_, F>, source: &GraphOf<F>) -> Result<GraphOf<F>> {
+        if let Some(order) = self.order(|id| Order::Ask { id }) {
+            order::give(work.files, &order).await?;
+            // It takes its image for a half again.
+            self.is_told.set(false);
+        }
+        self.open(work, source).await
+    }
+
     /// Opens the new image.
     ///
     /// # Errors
     /// As [`Place::make`].
-    pub async fn open<F: Files>(&self, work: &Work<'_, F>, source: &GraphOf<F>) -> Result<GraphOf<F>> {
+    async fn open<F: Files>(&self, work: &Work<'_, F>, source: &GraphOf<F>) -> Result<GraphOf<F>> {
         let half = self.moved.half.as_ref().map(Locator::from);
         let link = Identity(work.env.random_16());
         let there = || self.order(|id| Order::GoOn { id, link });
