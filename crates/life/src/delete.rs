@@ -14,8 +14,11 @@ use crate::snapshot::{refuse_job, remove_if_there};
 /// Marks `image` as one that goes when it can be merged with `child`, the only one that it has. It may be in use.
 ///
 /// # Errors
-/// `Unsupported` when that could never be done; `Busy` while somebody else changes its mark; the storage's.
+/// `Unsupported` when that could never be done; `Denied` while the child is being moved; `Busy` while somebody else changes its mark; the storage's.
 pub async fn mark<F: Files>(tools: &Tools<'_, F>, image: &Path, format: Option<Format>, child: &Path) -> Result<()> {
+    if names::disk_of_half(child).is_some() {
+        return Err(is_needed(image, child).hint("it is being moved: wait until that is over, and delete this then"));
+    }
     let is_far = image.parent() != child.parent();
     let (parent, leaf) = (described(tools, image, format).await?, described(tools, child, None).await?);
     let refuse = |why: String| {
@@ -104,9 +107,13 @@ async fn refuse_needed<F: Files>(
     let Some(child) = Family::ask(tools, &list().await?).await.children_of(path)?.first().cloned() else {
         return Ok(());
     };
-    let what = format!("{} is a child of this image, and would be of no use without it", child.display());
     let hint = "merge it into its parent by spile coalesce, or delete the child first; spile tree shows the family";
-    Err(Error::new(ErrorKind::Denied, what).at_path(path).hint(hint))
+    Err(is_needed(path, &child).hint(hint))
+}
+
+fn is_needed(image: &Path, child: &Path) -> Error {
+    let what = format!("{} is a child of this image, and would be of no use without it", child.display());
+    Error::new(ErrorKind::Denied, what).at_path(image)
 }
 
 /// Removes the file of `store`, which is at `path`, and what is noted beside it.

@@ -29,7 +29,7 @@ pub struct Tools<'a, F: Files> {
 }
 
 /// Who is whose child among the images of a folder. Only their names say which files are images: a guest can write what looks like one into
-/// a raw disk.
+/// a raw disk. A half that is on its way here, under a hidden name, is a child as every other one ([`names::disk_of_half`]).
 #[derive(Debug, Default)]
 pub struct Family {
     /// The children of each image, by its canonical path.
@@ -43,7 +43,7 @@ impl Family {
     pub async fn ask<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf]) -> Self {
         let mut family = Self::default();
         for path in paths {
-            let Some(format) = Format::from_extension(path).filter(|format| format.about().has_parents) else {
+            let Some(format) = names::format_of(path).filter(|format| format.about().has_parents) else {
                 continue;
             };
             match named_parents(tools.asking, path, format).await {
@@ -146,6 +146,10 @@ pub async fn verdict<F: Files>(tools: &Tools<'_, F>, family: &Family, image: &Pa
             return Ok(Verdict::waits(format!("it has several children now: {}", names.join(", "))));
         }
     };
+    if names::disk_of_half(child).is_some() {
+        let what = format!("its child {} is being moved, and has no name of its own yet", shown(child));
+        return Ok(Verdict::waits(what));
+    }
     if described(tools, child, None).await?.identity != Some(gone.child) {
         let now = shown(child);
         let why = format!("its child was another one when it was deleted, and is {now} now: delete it again");
@@ -165,7 +169,7 @@ async fn disk_above<F: Files>(asking: &F, family: &Family, image: &Path) -> Resu
     let mut image = image;
     for _ in 0..MAX_LAYERS {
         image = match family.children_of(image)? {
-            [] => return Ok(Some(image.to_owned())),
+            [] => return Ok(names::disk_of_half(image).is_none().then(|| image.to_owned())),
             [child] if asking.canonical(&names::gone(image)).await.is_ok() => child,
             _ => return Ok(None),
         };

@@ -4,6 +4,8 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
+use spile_image::Format;
+
 /// The image that is to become the disk's leaf, while it is made.
 pub fn new_leaf(disk: &Path) -> PathBuf {
     beside(disk, "new")
@@ -130,6 +132,11 @@ pub fn disk_of_half(path: &Path) -> Option<PathBuf> {
     disk_of(path).filter(|disk| [receiving(disk), moving(disk)].iter().any(|half| half == path))
 }
 
+/// The format of the image at `path`, as its name says it. A half has that of the disk that it is to be.
+pub fn format_of(path: &Path) -> Option<Format> {
+    Format::from_extension(disk_of_half(path).as_deref().unwrap_or(path))
+}
+
 /// Stands between the disk's name and what the file is.
 const MARK: &str = ".spile-";
 
@@ -160,6 +167,8 @@ mod tests {
             let is_half = beside == receiving(disk) || beside == moving(disk);
             assert_eq!(disk_of_half(&beside).is_some(), is_half, "{}", beside.display());
         }
+        assert_eq!(format_of(&receiving(Path::new("/vm/a.vhd"))), Some(Format::Vhd));
+        assert_eq!((format_of(Path::new("/vm/a.vhd")), format_of(&changes(disk))), (Some(Format::Vhd), None));
         assert_eq!(new_leaf(Path::new("/vm/a.vhd")), Path::new("/vm/.a.vhd.spile-new"));
         for other in ["/vm/a.vhd", "/vm/.a.vhd", "/vm/.spile-new", "/"] {
             assert_eq!(disk_of(Path::new(other)), None, "{other}");

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use spile_core::{Error, ErrorKind, Files as _, Result, ResultExt as _};
 use spile_engine::run_blocking;
 use spile_image::layer::Identity;
-use spile_image::{Format, LayerInfo, is_child_of};
+use spile_image::{LayerInfo, is_child_of};
 use spile_life::names;
 use spile_store::{CacheMode, OsFiles};
 
@@ -88,7 +88,7 @@ async fn child_of(path: &Path, identity: Option<Identity>) -> Children {
 async fn asked(path: &Path, identity: Option<Identity>, most: usize) -> (Vec<PathBuf>, bool) {
     let ours = path.to_owned();
     // A guest can write what looks like an image into a raw one: so only names are believed here.
-    let may_have_parent = |other: &Path| format_of(other).is_some_and(|format| format.about().has_parents);
+    let may_have_parent = |other: &Path| names::format_of(other).is_some_and(|format| format.about().has_parents);
     let looked = run_blocking(path, move || neighbours(&ours, MOST_IMAGES, may_have_parent)).await;
     let Neighbours { images, are_all } = looked;
     let (files, end) = (OsFiles::new(CacheMode::Page).without_locks(true), Instant::now() + PATIENCE);
@@ -98,7 +98,7 @@ async fn asked(path: &Path, identity: Option<Identity>, most: usize) -> (Vec<Pat
             return (found, false);
         }
         // An image that cannot be read cannot be used as a child either.
-        let Some(format) = format_of(&other) else { continue };
+        let Some(format) = names::format_of(&other) else { continue };
         if is_child_of(&files, &other, format, path, identity).await.unwrap_or(false) {
             found.push(other);
         }
@@ -107,11 +107,6 @@ async fn asked(path: &Path, identity: Option<Identity>, most: usize) -> (Vec<Pat
         }
     }
     (found, are_all)
-}
-
-/// The format of an image, by its name. An old image on its way back to be the disk, under a hidden name, has the format of that.
-fn format_of(image: &Path) -> Option<Format> {
-    Format::from_extension(names::disk_of_half(image).as_deref().unwrap_or(image))
 }
 
 /// The files that lie in the folders of these images, themselves left out. Each may be a child, whatever its name.

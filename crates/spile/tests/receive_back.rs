@@ -302,12 +302,25 @@ fn an_old_image_with_a_parent_is_taken_unless_that_was_written_to() {
     // A half under its hidden name is a child, too.
     fs::remove_file(dir.join("old/leaf.vhd")).unwrap();
     ok(dir, &["create", "old/leaf.vhd", "--parent", "old/parent.vhd"]);
+    ok(dir, &["delete", "old/parent.vhd"]);
     go("old", "there");
     let of = left_by(dir, "old/.leaf.vhd.spile-left");
     assert!(is_obeyed(dir, "old", &format!("back/{}/{of}/{}/leaf.vhd", "a1".repeat(16), 48 * MIB)));
     assert!(!dir.join("old/leaf.moved.vhd").exists());
     let said = fails(dir, 1, &["convert", "old/back-parent.raw", "--onto", "old/parent.vhd"]);
     assert!(said.contains("parent"), "{said}");
+    let half = dir.join("old/.leaf.vhd.spile-receiving");
+    let before = (fs::read(&half).unwrap(), fs::read(dir.join("old/parent.vhd")).unwrap());
+    let found = &json(dir, &["gc", "old"])["found"];
+    assert!(found[0]["state"] == "waits" && found[0]["reason"].to_string().contains("is being moved"), "{found}");
+    ok(dir, &["delete", "old/parent.vhd", "--undo"]);
+    let said = fails(dir, 1, &["delete", "old/parent.vhd"]);
+    assert!(said.contains(".leaf.vhd.spile-receiving is a child of this image"), "{said}");
+    // Another child is not merged into it, either.
+    ok(dir, &["create", "old/other.vhd", "--parent", "old/parent.vhd"]);
+    let said = fails(dir, 1, &["delete", "old/parent.vhd"]);
+    assert!(said.contains("is a child of this image"), "{said}");
+    assert!((fs::read(&half).unwrap(), fs::read(dir.join("old/parent.vhd")).unwrap()) == before);
     assert!(old.terminate().success() && there.terminate().success());
 }
 
