@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_lock::Mutex as TurnLock;
-use spile_core::{Disk as _, Error, ErrorKind, Files as _, OpenMode, Result, Store as _};
+use spile_core::{Disk as _, Error, ErrorKind, Extent, Files as _, OpenMode, Result, Store as _};
 use spile_engine::{FileKey, OsEnv};
 use spile_image::Graph;
 use spile_image::layer::Layer as _;
@@ -20,6 +20,9 @@ use spile_store::{AnyStore, CacheMode, HostStore, OsFiles};
 
 use crate::jobs::Access;
 use crate::look;
+
+/// So many runs of an image are noted at once.
+const RUNS_AT_ONCE: usize = 1 << 16;
 
 /// The disk as requests see it.
 type Disk = Node<Graph<HostStore>>;
@@ -417,6 +420,36 @@ impl Checkpoints {
         match self.now() {
             Some(changes) => changes.forget_all().await,
             None => Ok(()),
+        }
+    }
+
+    /// The first `layers` images of `graph` are about to be the disk's no more, or to become the disk's: what they have counts as changed from now
+    /// on, durably. Where that cannot be noted, everything does.
+    ///
+    /// # Errors
+    /// Those of the images; the system's.
+    pub async fn note_layers(&self, graph: &Graph<HostStore>, layers: usize) -> Result<()> {
+        let Some(changes) = self.now() else { return Ok(()) };
+        let (mut at, end) = (0, graph.size_bytes());
+        while at < end {
+            let runs = graph.own_runs_of(layers, Extent::from_range(at..end), RUNS_AT_ONCE).await?;
+            at = if runs.len() < RUNS_AT_ONCE { end } else { runs[runs.len() - 1].end() };
+            if changes.note(&runs).await.is_err() {
+                return self.forget().await;
+            }
+        }
+        Ok(())
+    }
+
+    /// The bytes of `extent` are about to change by other ways than requests: they count as changed from now on, durably. Where that cannot be noted,
+    /// everything does.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn note_extent(&self, extent: Extent) -> Result<()> {
+        match self.now() {
+            Some(changes) if changes.note(&[extent]).await.is_err() => self.forget().await,
+            _ => Ok(()),
         }
     }
 

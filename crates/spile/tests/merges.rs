@@ -4,6 +4,7 @@ mod common;
 
 use std::cell::Cell;
 use std::fs;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -242,4 +243,34 @@ fn where_no_space_is_left_the_layer_gives_back_what_was_moved() {
     rustix::fs::fallocate(&ballast, rustix::fs::FallocateFlags::empty(), 0, ballast_bytes).unwrap();
     ok(dir, &["coalesce", "leaf.vhd"]);
     assert!(guest_sees() == before, "the disk has changed");
+}
+
+/// A golden image is a sparse raw file: its holes are not copied into a child that is to need it no more, neither by a server nor without one.
+#[test]
+fn a_flatten_over_a_sparse_parent_takes_what_the_parent_has() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let base = fs::File::create(dir.join("base.raw")).unwrap();
+    base.set_len(256 * MIB as u64).unwrap();
+    for mib in [9, 100] {
+        base.write_all_at(&vec![7; MIB], (mib * MIB) as u64).unwrap();
+    }
+    let used = |disk: &str| fs::metadata(dir.join(disk)).unwrap().blocks() * 512;
+    for (disk, live) in [("offline.vhd", false), ("live.vhd", true)] {
+        ok(dir, &["clone", "base.raw", disk]);
+        let served = Served::try_start(dir, &[disk, "--control", "c"]).unwrap();
+        Client::connect(&served.uri()).unwrap().write(50 * MIB as u64, &vec![8; MIB], true).unwrap();
+        if live {
+            ok(dir, &["flatten", "c", "--wait"]);
+        }
+        assert!(served.terminate().success());
+        if !live {
+            ok(dir, &["flatten", disk]);
+        }
+        assert!(used(disk) < 16 * MIB as u64, "{disk} takes {} bytes", used(disk));
+        assert!(json(dir, &["info", disk])["parent"].is_null(), "{disk}");
+        let bytes = content(dir, disk);
+        let is = |mib: usize, byte: u8| bytes[mib * MIB..(mib + 1) * MIB].iter().all(|b| *b == byte);
+        assert!(is(9, 7) && is(100, 7) && is(50, 8) && is(10, 0) && is(255, 0), "{disk}");
+    }
 }

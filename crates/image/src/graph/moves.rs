@@ -94,6 +94,63 @@ impl<S: Store> Graph<S> {
         Ok(runs)
     }
 
+    /// The runs of `extent`, in order, that one of the first `layers` layers has: bytes, zeroes, or its end, behind which it hides what is below.
+    /// At most `max_runs`; fewer when there are no more.
+    ///
+    /// # Errors
+    /// The stores'.
+    pub async fn own_runs_of(&self, layers: usize, extent: Extent, max_runs: usize) -> Result<Vec<Extent>> {
+        let _readers = self.enter();
+        let (mut runs, mut at): (Vec<Extent>, u64) = (Vec::new(), extent.start());
+        for looked in 1_u64.. {
+            if at >= extent.end() {
+                break;
+            }
+            if looked.is_multiple_of(LOOKED_AT_ONCE) {
+                yield_now().await;
+            }
+            let run = match self.find_in_first(layers, at, extent.end() - at) {
+                Err(step) => {
+                    self.load(step, &mut None).await?;
+                    continue;
+                }
+                Ok((false, len)) => {
+                    at += len;
+                    continue;
+                }
+                Ok((true, len)) => Extent::from_range(at..at + len),
+            };
+            let is_full = runs.len() == max_runs;
+            match runs.last_mut() {
+                Some(last) if last.end() == at => *last = Extent::from_range(last.start()..run.end()),
+                _ if is_full => break,
+                _ => runs.push(run),
+            }
+            at = run.end();
+        }
+        Ok(runs)
+    }
+
+    /// Whether one of the first `layers` layers has something at `at`, and how far that holds; or what is to be loaded first.
+    fn find_in_first(&self, layers: usize, at: u64, len_bytes: u64) -> std::result::Result<(bool, u64), Step> {
+        let mut len = len_bytes;
+        for number in 0..layers {
+            let layer = self.image(number);
+            let size = layer.size_bytes();
+            if at >= size {
+                return Ok((true, len));
+            }
+            let (found, run) = layer.find(at, len.min(size - at));
+            len = run;
+            match found {
+                Found::Below => {}
+                Found::Miss(piece) => return Err(Step::Load { layer: number, piece }),
+                Found::Data(_) | Found::Zero | Found::Encoded { .. } => return Ok((true, len)),
+            }
+        }
+        Ok((false, len))
+    }
+
     /// Copies what the leaf lacks of `piece` and its parents have into the leaf, through `buffer`, which is as long as the piece or longer.
     /// Whoever calls this keeps changes out of the piece, which lies on the disk's alignment. Returns how many bytes were copied.
     ///
@@ -126,7 +183,8 @@ impl<S: Store> Graph<S> {
         Ok(runs)
     }
 
-    /// The first run of `extent` whose bytes are in a parent. Others run in between: there may be a million blocks to look at.
+    /// The first run of `extent` whose bytes are in a parent. A hole of a parent's file is none: it reads as zeroes without the parent, too.
+    /// Others run in between: there may be a million blocks to look at.
     ///
     /// # Errors
     /// The stores'.
@@ -140,12 +198,22 @@ impl<S: Store> Graph<S> {
                 yield_now().await;
             }
             match self.step(at, extent.end() - at, &last) {
-                (Step::Bytes { layer: 1.., .. }, len) => return Ok(Some(Extent::from_range(at..at + len))),
+                (Step::Bytes { layer: layer @ 1.., at: place }, len) => match self.stored(layer, place, len).await? {
+                    (true, len) => return Ok(Some(Extent::from_range(at..at + len))),
+                    (false, len) => at += len,
+                },
                 (Step::Bytes { layer: 0, .. } | Step::Zero, len) => at += len,
                 (step, _) => self.load(step, &mut last).await?,
             }
         }
         Ok(None)
+    }
+
+    /// Whether the file of a layer has space for what lies at `place`, and how far that holds, at most `len_bytes`.
+    async fn stored(&self, layer: usize, place: At, len_bytes: u64) -> Result<(bool, u64)> {
+        let At::Plain(offset) = place else { return Ok((true, len_bytes)) };
+        let found = self.image(layer).data_store().extent_at(offset).await?;
+        Ok((!found.is_hole, found.len_bytes.clamp(1, len_bytes)))
     }
 
     /// The first run of `extent` for which the leaf has space, but no bytes of its own.

@@ -150,6 +150,22 @@ impl<F: Files + Clone> Changes<F> {
         self.write(&mut state, header).await
     }
 
+    /// Has the blocks of `runs` count as changed since each checkpoint that there is. Durable when it returns: it is to be called before the disk
+    /// gets other bytes there by other ways than requests.
+    ///
+    /// # Errors
+    /// `Io` when changes are not tracked any more; the system's.
+    pub async fn note(&self, runs: &[Extent]) -> Result<()> {
+        let state = self.state.lock().await;
+        self.check_usable(&state)?;
+        let Some(last) = state.tracked.last() else { return Ok(()) };
+        runs.iter().for_each(|run| last.set_durably_later(*run));
+        match last.is_lost() {
+            true => Err(Error::new(ErrorKind::Io, "the file of changed blocks was cut short").at_path(&self.path)),
+            false => self.store.sync().await,
+        }
+    }
+
     /// Closes the changed blocks of a disk that is closed, and whose image looks like `stamp` now. Without a checkpoint nothing
     /// is left of them. Another process can have the file once this value and the disk's node are dropped.
     ///

@@ -96,6 +96,11 @@ impl<S: Store> Tracked<S> {
         self.bits.all_set(self.blocks_of(extent))
     }
 
+    /// Sets the bits of `extent`, without marks: whoever calls this syncs them before the disk changes there.
+    pub fn set_durably_later(&self, extent: Extent) {
+        self.bits.set(self.blocks_of(extent));
+    }
+
     /// Sets the bits of `extent` if that can be done at once.
     #[inline]
     fn try_set(&self, extent: Extent) -> bool {

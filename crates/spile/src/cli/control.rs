@@ -394,8 +394,8 @@ fn resize_file(args: &ResizeArgs) -> Result<Resized> {
             return refuse(what, "--discard loses it; first make partitions and file systems shorter");
         }
         if size < old {
-            // What lies behind the new end in the last block is zeroed first.
-            checkpoints.forget().await?;
+            // What lies behind the new end in the last block is zeroed first, and a kill behind that leaves the old size.
+            checkpoints.note_extent(Extent::from_range(size..old)).await?;
         }
         // A share of the disk keeps it locked until its checkpoints are closed.
         let locked = disk.with_layers(disk.handles().to_vec())?;

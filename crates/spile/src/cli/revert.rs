@@ -14,6 +14,8 @@ use spile_life::gc::{Family, Verdict, verdict};
 use spile_life::revert::revert;
 use spile_life::snapshot::{Made, Plan, prepare, take_back};
 use spile_server::backup::Manifest;
+use spile_server::checkpoints::Checkpoints;
+use spile_server::jobs::Access;
 use spile_store::{CacheMode, FileId, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
@@ -172,8 +174,7 @@ async fn go_back(
     keep: Option<String>,
 ) -> Result<(PathBuf, PathBuf, Option<PathBuf>)> {
     let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(write.no_lock));
-    // What the disk goes back to differs from what it holds: everything counts as changed since its checkpoints.
-    let graph = disks::open(CacheMode::Page, at, write).await?;
+    let graph = disks::open_keeping(CacheMode::Page, at, write).await?;
     let disk = graph.handles()[0].path().to_owned();
     // Open until the disk is its child: nobody can delete it or write to it before.
     let base = disks::open(CacheMode::Page, base, read).await?;
@@ -184,21 +185,48 @@ async fn go_back(
     let (image, parent) = (&layers[0], Some(new_parent(&disk, &layers[0])?));
     note_child(image, &disk)?;
     let new = NewImage { size_bytes: image.virtual_bytes, subformat: None, parent, unit_bytes: None };
-    let mut kept = None;
+    let checkpoints = Checkpoints::none(Access { no_lock: write.no_lock, ..Access::default() });
+    checkpoints.open(&graph).await?;
+    note_difference(&checkpoints, &graph, &base).await?;
+    let went = go_back_over(&files, &graph, &base, &new, (write, keep, &allowed)).await;
+    drop(base);
+    // The disk's image is the one that its path names now. Where that cannot be opened, everything counts as changed.
+    drop(graph);
+    if let Ok(now) = disks::open_keeping(CacheMode::Page, at, write).await {
+        checkpoints.close(&now).await;
+    }
+    Ok((disk, layers[0].path.clone(), went?))
+}
+
+/// What the disk loses and what it gets counts as changed since its checkpoints: all that is in the images that only one of both has.
+async fn note_difference(checkpoints: &Checkpoints, graph: &Graph<HostStore>, base: &Graph<HostStore>) -> Result<()> {
+    let (from, to) = (graph.layers(), base.layers());
+    let shared = from.iter().rev().zip(to.iter().rev()).take_while(|(one, other)| one.path == other.path).count();
+    checkpoints.note_layers(graph, from.len() - shared).await?;
+    checkpoints.note_layers(base, to.len() - shared).await
+}
+
+/// Has the disk `graph` go back, and keeps what it holds under the name that is given. Returns where that is.
+async fn go_back_over(
+    files: &HostFiles,
+    graph: &Graph<HostStore>,
+    base: &Graph<HostStore>,
+    new: &NewImage,
+    (write, keep, allowed): (&OpenOptions, Option<String>, &[PathBuf]),
+) -> Result<Option<PathBuf>> {
+    let layers = base.layers();
     match keep {
         // First a snapshot: whatever ends this process, the disk holds what it held or what it goes back to.
         Some(name) => {
-            let plan = Plan::new(&graph.layers(), write.format, &name, &allowed)?;
-            let (made, over) = prepare(&files, Arc::new(OsEnv), &graph, &plan).await?.into_parts();
-            if let Err(error) = go_back_from(&files, &over, &layers, &new, write.format).await {
-                return Err(taken_back(error, &files, &made).await);
+            let plan = Plan::new(&graph.layers(), write.format, &name, allowed)?;
+            let (made, over) = prepare(files, Arc::new(OsEnv), graph, &plan).await?.into_parts();
+            match go_back_from(files, &over, &layers, new, write.format).await {
+                Ok(()) => Ok(Some(made.plan().snapshot().to_owned())),
+                Err(error) => Err(taken_back(error, files, &made).await),
             }
-            kept = Some(made.plan().snapshot().to_owned());
         }
-        None => revert(&files, Arc::new(OsEnv), &graph, &layers, &new, write.format).await?,
+        None => revert(files, Arc::new(OsEnv), graph, &layers, new, write.format).await.map(|()| None),
     }
-    drop(base);
-    Ok((disk, image.path.clone(), kept))
 }
 
 /// Has a disk go back whose leaf `over` is new: what the disk held is a snapshot.
