@@ -484,13 +484,8 @@ impl<S: Store> Sparse<S> {
             }
         }
         group.reverse();
-        let ready = match done {
-            0 => self.empty_places(&group).await?,
-            _ => {
-                self.store.punch_hole(StoreOffset(start), end - start).await?;
-                vec![Ready { sector, zeroed: true }]
-            }
-        };
+        // What is punched of a block already is punched once more, which costs nothing.
+        let ready = self.empty_places(&group).await?;
         self.alloc.lock().released.punched.extend(ready);
         Ok(end - start + (group.len() as u64 - 1) * self.layout.block_bytes)
     }
