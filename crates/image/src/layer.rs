@@ -9,8 +9,9 @@
 //! A format that cannot be written implements the methods without a default, and `type Reserved<'a> = NeverReserved`.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
-use spile_core::{Error, ErrorKind, Extent, ExtentKind, Result, Segments, Store, StoreOffset, Via};
+use spile_core::{Error, ErrorKind, Extent, ExtentKind, Result, Segments, Store, StoreOffset, Timer, Via};
 
 use crate::create::NewParent;
 use crate::facts::Facts;
@@ -19,6 +20,17 @@ use crate::grace::Reader;
 
 /// A flush gives the space of so many units back to the store at most, those first that were given up last ([`Layer::forget`]).
 pub const GIVEN_BACK_A_FLUSH: usize = 256;
+
+/// What a layer has given back at once ([`Layer::give_back`]).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GivenBack {
+    /// How many bytes of its file that were; 0 when there is nothing, or not before the next flush.
+    pub bytes: u64,
+    /// How long requests to the file may have waited for it. How long it waited itself for a flush is not in it.
+    pub took: Duration,
+    /// True when requests that began before keep more from being given back.
+    pub has_readers: bool,
+}
 
 /// What a layer knows of a run of guest bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -243,20 +255,20 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     }
 
     /// While it holds its space, flushes do not give back what was given up ([`Layer::forget`]). That is for a layer that will soon be removed
-    /// as a whole: a file system may take long for each piece.
+    /// as a whole: a file system may take long for each piece. When it holds its space no longer, what it has held until then is unused
+    /// space in its file until the image is opened anew: flushes do not give back that either, for guests wait for them.
     fn hold_space(&self, holds: bool) {
         let _ = holds;
     }
 
-    /// Gives back to the store about `most_bytes` of the space of what was given up, where flushes hold it ([`Layer::hold_space`]). Returns how
-    /// many bytes of the file that were; 0 when there is nothing, or not before the next flush. Requests to the store may have to wait
-    /// meanwhile, so whoever has them in mind asks for little at a time.
+    /// Gives back to the store about `most_bytes` of the space of what was given up, where flushes hold it ([`Layer::hold_space`]). Requests
+    /// to the store may have to wait meanwhile, so whoever has them in mind asks for little at a time.
     ///
     /// # Errors
     /// Errors of the store.
-    fn give_back(&self, most_bytes: u64) -> impl Future<Output = Result<u64>> {
-        let _ = most_bytes;
-        async { Ok(0) }
+    fn give_back(&self, most_bytes: u64, timer: &dyn Timer) -> impl Future<Output = Result<GivenBack>> {
+        let _ = (most_bytes, timer);
+        async { Ok(GivenBack::default()) }
     }
 
     /// Gives the layer zeroes of its own where it has space in `part`, one [`Layer::part_len`] at most, but no bytes. Whoever calls this has made

@@ -3,11 +3,12 @@
 mod support;
 
 use std::ops::Range;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
-use spile_core::{Disk, ErrorKind, Extent, Locator, Segments};
+use spile_core::{Disk, ErrorKind, Extent, Locator, Segments, Timer};
 use spile_image::check::Severity;
 use spile_image::create::NewParent;
 use spile_image::formats::vhd::codec::footer::{DiskType, Footer};
@@ -46,6 +47,26 @@ fn leaf_of(graph: &Graph<MemStore>) -> Arc<GraphLayer<MemStore>> {
 
 fn forget(graph: &Graph<MemStore>, range: Range<u64>) {
     block_on(leaf_of(graph).image().forget(Extent::from_range(range))).unwrap();
+}
+
+fn give_back(leaf: &GraphLayer<MemStore>, most_bytes: u64) -> u64 {
+    block_on(leaf.image().give_back(most_bytes, &Watch::default())).unwrap().bytes
+}
+
+/// A clock that goes on by a microsecond whenever somebody looks at it.
+#[derive(Default)]
+struct Watch {
+    now_us: AtomicU64,
+}
+
+impl Timer for Watch {
+    fn sleep(&self, _: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
+        Box::pin(async {})
+    }
+
+    fn now_ns(&self) -> u64 {
+        self.now_us.fetch_add(1, Relaxed) * 1000
+    }
 }
 
 fn all(disk: &impl Disk) -> Vec<u8> {
@@ -112,7 +133,7 @@ fn blocks_whose_release_a_failed_sync_may_have_lost_are_not_used_again() {
         assert!((0..=flushes_before).all(|_| block_on(graph.flush()).is_err()));
         file.fails.store(false, Relaxed);
         (0..4).for_each(|_| block_on(graph.flush()).unwrap());
-        assert_eq!(block_on(leaf_of(&graph).image().give_back(u64::MAX)).unwrap(), 0);
+        assert_eq!(give_back(&leaf_of(&graph), u64::MAX), 0);
         assert!(file.allocated_bytes() + BLOCK > taken, "the medium may name these places");
         // What is released from now on is as ever.
         forget(&graph, 9 * BLOCK..10 * BLOCK);
@@ -125,11 +146,11 @@ fn blocks_whose_release_a_failed_sync_may_have_lost_are_not_used_again() {
 
 #[test]
 fn space_that_flushes_hold_is_given_back_bit_by_bit() {
-    for (kind, by_flush) in [(FILE, false), (FILE, true), (DEVICE, false)] {
+    for (kind, stops) in [(FILE, false), (FILE, true), (DEVICE, false)] {
         let (world, file) = pair(kind, true);
         let graph = world.open(LEAF);
         let (before, leaf, taken) = (all(&graph), leaf_of(&graph), file.allocated_bytes());
-        let give_back = |most_bytes| block_on(leaf.image().give_back(most_bytes)).unwrap();
+        let give_back = |most_bytes| give_back(&leaf, most_bytes);
         leaf.image().hold_space(true);
         (0..9).for_each(|block| forget(&graph, block * BLOCK..(block + 1) * BLOCK));
         assert_eq!(give_back(u64::MAX), 0, "a power cut could bring the blocks back");
@@ -144,10 +165,16 @@ fn space_that_flushes_hold_is_given_back_bit_by_bit() {
         }
         // What is begun is never used for something else.
         write(&graph, 20 * BLOCK, &before[20 * BLOCK as usize..][..512]);
-        if by_flush {
+        if stops {
+            let held = file.allocated_bytes();
             leaf.image().hold_space(false);
-            block_on(graph.flush()).unwrap();
-            assert_eq!(give_back(u64::MAX), 0, "a flush ends what is begun");
+            (0..4).for_each(|_| block_on(graph.flush()).unwrap());
+            assert_eq!(give_back(u64::MAX), 0);
+            assert_eq!(file.allocated_bytes(), held, "guests' flushes free all that was held");
+            // What is given up from now on is freed as ever.
+            forget(&graph, 9 * BLOCK..10 * BLOCK);
+            (0..3).for_each(|_| block_on(graph.flush()).unwrap());
+            assert!(file.allocated_bytes() < held);
         } else {
             let mut given = 0;
             while let more @ 1.. = give_back(3 * BLOCK) {
@@ -155,8 +182,8 @@ fn space_that_flushes_hold_is_given_back_bit_by_bit() {
                 given += more;
             }
             assert!(given >= 8 * BLOCK);
+            assert!(kind.is_device || file.allocated_bytes() + 7 * BLOCK < taken);
         }
-        assert!(kind.is_device || file.allocated_bytes() + 7 * BLOCK < taken);
         // A sync later the places may be used again.
         block_on(graph.flush()).unwrap();
         write(&graph, 12 * BLOCK, &before[12 * BLOCK as usize..20 * BLOCK as usize]);
@@ -166,6 +193,47 @@ fn space_that_flushes_hold_is_given_back_bit_by_bit() {
         assert_sound(&world, LEAF);
         assert!(all(&world.open(LEAF)) == before);
     }
+}
+
+#[test]
+fn the_time_of_a_guests_flush_is_not_that_of_giving_back() {
+    let (world, file) = pair(FILE, true);
+    let graph = world.open(LEAF);
+    let (leaf, watch) = (leaf_of(&graph), Watch::default());
+    leaf.image().hold_space(true);
+    (0..4).for_each(|block| forget(&graph, block * BLOCK..(block + 1) * BLOCK));
+    (0..3).for_each(|_| block_on(graph.flush()).unwrap());
+    file.holds_syncs.store(true, Relaxed);
+    let (mut flush, mut give_back) = (pin!(graph.flush()), pin!(leaf.image().give_back(BLOCK, &watch)));
+    assert!(poll_once(flush.as_mut()).is_pending() && poll_once(give_back.as_mut()).is_pending());
+    watch.now_us.fetch_add(1_000_000, Relaxed);
+    file.holds_syncs.store(false, Relaxed);
+    block_on(flush).unwrap();
+    let given = block_on(give_back).unwrap();
+    assert!(given.bytes >= BLOCK && !given.has_readers);
+    assert_eq!(given.took, Duration::from_micros(1), "the flush is in it");
+}
+
+#[test]
+fn a_request_that_does_not_end_is_told() {
+    let (world, file) = pair(SLOW_FILE, true);
+    let graph = world.open(LEAF);
+    let leaf = leaf_of(&graph);
+    leaf.image().hold_space(true);
+    let taken = file.allocated_bytes();
+    let into = Segments::zeroed(4096);
+    let mut read = pin!(graph.read(Extent::from_range(0..4096), &into));
+    assert!(poll_once(read.as_mut()).is_pending());
+    forget(&graph, 0..BLOCK);
+    let give_back = || {
+        (0..3).for_each(|_| block_on(graph.flush()).unwrap());
+        block_on(leaf.image().give_back(u64::MAX, &Watch::default())).unwrap()
+    };
+    let given = give_back();
+    assert_eq!((given.bytes, given.has_readers, file.allocated_bytes()), (0, true, taken));
+    block_on(read).unwrap();
+    let given = give_back();
+    assert!(given.bytes >= BLOCK && !given.has_readers && file.allocated_bytes() < taken);
 }
 
 #[test]

@@ -20,14 +20,14 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use spile_core::{
-    Env, Error, ErrorKind, Extent, ExtentKind, Locator, Result, ResultExt, Segments, Store, StoreOffset, Via,
+    Env, Error, ErrorKind, Extent, ExtentKind, Locator, Result, ResultExt, Segments, Store, StoreOffset, Timer, Via,
 };
 
 use crate::check::{Lost, Report};
 use crate::create::{NewImage, NewParent};
 use crate::facts::Facts;
 use crate::grace::Reader;
-use crate::layer::{EncodedUnit, Found, Identity, Layer, MapPiece, ParentRef, Reserved};
+use crate::layer::{EncodedUnit, Found, GivenBack, Identity, Layer, MapPiece, ParentRef, Reserved};
 use crate::measure::Space;
 
 formats! {

@@ -158,7 +158,7 @@ macro_rules! formats {
                 async fn zero(&self, part: Extent, may_unmap: bool, below_is_zero: bool) -> Result<()>;
                 async fn unmap(&self, part: Extent, below_is_zero: bool) -> Result<()>;
                 async fn forget(&self, part: Extent) -> Result<()>;
-                async fn give_back(&self, most_bytes: u64) -> Result<u64>;
+                async fn give_back(&self, most_bytes: u64, timer: &dyn Timer) -> Result<GivenBack>;
                 async fn own_zeroes(&self, part: Extent) -> Result<()>;
                 async fn set_parent(&self, parent: Option<&NewParent>) -> Result<()>;
                 async fn flush(&self) -> Result<()>;

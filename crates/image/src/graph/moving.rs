@@ -30,10 +30,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use futures_util::future::join_all;
-use spile_core::{Disk, Extent, Io, Result, Segments, Store, WriteZeroes};
+use spile_core::{Disk, Extent, Io, Result, Segments, Store, Timer, WriteZeroes};
 
 use super::Graph;
-use crate::layer::Layer;
+use crate::layer::{GivenBack, Layer};
 use crate::range_lock::{RangeGuard, RangeLock};
 
 /// A rule that is broken on purpose, so that the simulator can prove that it would find that. Everywhere else it is `Nothing`.
@@ -297,17 +297,17 @@ impl<S: Store> Graph<S> {
         self.leaf().forget(part).await
     }
 
-    /// Has flushes of the leaf keep the space of what it has given up, or give it back.
+    /// Has flushes of the leaf keep the space of what it has given up, or no longer ([`Layer::hold_space`]).
     pub fn hold_own_space(&self, holds: bool) {
         self.leaf().hold_space(holds);
     }
 
-    /// Has the leaf give back about `most_bytes` of what it holds so. Returns how many bytes of its file that were; 0 when there is nothing now.
+    /// Has the leaf give back about `most_bytes` of what it holds so ([`Layer::give_back`]).
     ///
     /// # Errors
     /// The store's.
-    pub async fn give_back_own(&self, most_bytes: u64) -> Result<u64> {
-        self.leaf().give_back(most_bytes).await
+    pub async fn give_back_own(&self, most_bytes: u64, timer: &dyn Timer) -> Result<GivenBack> {
+        self.leaf().give_back(most_bytes, timer).await
     }
 
     /// How many bytes the leaf's file takes on its host; `None` where nobody can tell.

@@ -73,6 +73,8 @@ async fn take_place<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, parent: &L
 
 /// Has guests write to the leaf again, and seals the parent.
 async fn put_back<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, parent: &LayerOf<F>) -> Result<()> {
+    // From now on flushes of guests give back what is given up; what the leaf has held until now stays in its file.
+    graph.hold_own_space(false);
     // The parent may have become the leaf already.
     let now = work.node.graph().await;
     if now.handles()[0].id() == parent.id() {

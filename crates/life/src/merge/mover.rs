@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use futures_util::future::{join, join_all};
 use spile_core::{Disk, Error, ErrorKind, Extent, Files, Result};
-use spile_image::layer::GIVEN_BACK_A_FLUSH;
+use spile_image::layer::{GIVEN_BACK_A_FLUSH, GivenBack};
 use spile_image::{Broken, Sinking};
 use spile_node::Aligned;
 
@@ -34,8 +34,16 @@ const FLUSHES_FOR_SPACE: u32 = 4;
 
 /// So many portions are given back before somebody looks again whether that is enough.
 const GIVEN_BACK_BETWEEN_LOOKS: u32 = 16;
+/// A rest beside guests is so many times as long as the portion before it.
+const REST: u32 = 4;
 /// The longest rest after a portion: a file system that has hung for a second must not hang the merge for another one.
 const LONGEST_REST: Duration = Duration::from_millis(50);
+
+/// The files have at most so many bytes more than they may hold ([`Sizes::held_bytes`](crate::Sizes)) when the next batch begins although a
+/// request to the layer does not end.
+const MOST_BESIDE_READERS_BYTES: u64 = 16 << 20;
+/// So long a merge waits at most until it looks again whether such requests have ended.
+const LONGEST_WAIT: Duration = Duration::from_millis(250);
 
 /// A merge that moves data.
 pub(super) struct Mover<'a, 'w, F: Files> {
@@ -134,17 +142,8 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
         Ok(total_bytes)
     }
 
-    /// Moves all that the layer has.
+    /// Moves all that the layer has. Whoever goes on to use the layer afterwards has it hold its space no longer.
     pub(super) async fn run(&self) -> Result<()> {
-        let moved = self.move_all().await;
-        if moved.is_err() {
-            // The layer stays.
-            self.source.hold_own_space(false);
-        }
-        moved
-    }
-
-    async fn move_all(&self) -> Result<()> {
         self.taken_before_bytes.set(self.taken_bytes().await);
         self.left_bytes.set(self.units_bytes().await?);
         self.tell();
@@ -196,7 +195,7 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
         settled?;
         match copied {
             Err(error) if error.kind() == ErrorKind::NoSpace => {
-                self.give_back_held_space(error).await?;
+                self.give_back_for_want_of_space(error).await?;
                 self.done_bytes.set(counted.0);
                 self.left_bytes.set(counted.1);
                 self.copy(&units, true).await?;
@@ -206,12 +205,19 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
         Ok(Batch { units, failures })
     }
 
-    /// Has the layer's file give back what it holds, as a batch has found no space. The error is `no_space` when that was nothing.
-    async fn give_back_held_space(&self, no_space: Error) -> Result<()> {
+    /// Has the layer's file give back so much of what it holds that a batch finds space, which has found none. The error is `no_space` when it
+    /// held nothing.
+    async fn give_back_for_want_of_space(&self, no_space: Error) -> Result<()> {
         let before = self.source.own_taken_bytes().await;
-        self.source.hold_own_space(false);
+        let wanted_bytes = self.work.sizes.batch_bytes * 2;
         for _ in 0..FLUSHES_FOR_SPACE {
             self.source.flush_own().await?;
+            while self.give_back_portion().await?.bytes > 0 {
+                let now = self.source.own_taken_bytes().await;
+                if now.zip(before).is_some_and(|(now, before)| now.saturating_add(wanted_bytes) <= before) {
+                    return Ok(());
+                }
+            }
         }
         if self.source.own_taken_bytes().await < before { Ok(()) } else { Err(no_space) }
     }
@@ -234,41 +240,56 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
         self.source.hold_own_space(true);
         // With this the layer's file may give back what nobody reads any more.
         self.source.flush_own().await?;
-        self.give_back().await?;
+        let mut wait = Duration::from_millis(4);
+        while self.give_back().await? {
+            self.work.timer.sleep(wait).await;
+            wait = (wait * 2).min(LONGEST_WAIT);
+            self.work.job.go_on().await?;
+            self.source.flush_own().await?;
+        }
         match self.work.broken {
             Broken::ForgetBeforeSync => self.target.flush().await,
             _ => Ok(()),
         }
     }
 
-    /// Has the layer's file give back what it need not hold, bit by bit. While guests have requests, they have half of the time.
-    async fn give_back(&self) -> Result<()> {
+    /// Has the layer's file give back what it need not hold, bit by bit. True when too much is left because a request to the layer does not
+    /// end: it may hang in a store below.
+    async fn give_back(&self) -> Result<bool> {
         loop {
             let mut left_bytes = self.excess_bytes().await;
             if left_bytes == 0 {
-                return Ok(());
+                return Ok(false);
             }
             // What the files take is asked now and then only.
             for _ in 0..GIVEN_BACK_BETWEEN_LOOKS {
-                self.work.job.go_on().await?;
-                let (begun_ns, is_busy, mut portion) =
-                    (self.work.timer.now_ns(), !self.lanes.is_quiet(), self.portion.get());
-                let given_bytes = self.source.give_back_own(portion.next_bytes(is_busy)).await?;
-                if given_bytes == 0 {
-                    return Ok(());
+                let given = self.give_back_portion().await?;
+                if given.bytes == 0 {
+                    let knows = self.taken_before_bytes.get().is_some();
+                    return Ok(given.has_readers && knows && left_bytes > MOST_BESIDE_READERS_BYTES);
                 }
-                let took = Duration::from_nanos(self.work.timer.now_ns().saturating_sub(begun_ns));
-                portion.note(given_bytes, took);
-                self.portion.set(portion);
-                if is_busy {
-                    self.work.timer.sleep(took.min(LONGEST_REST)).await;
-                }
-                left_bytes = left_bytes.saturating_sub(given_bytes);
+                left_bytes = left_bytes.saturating_sub(given.bytes);
                 if left_bytes == 0 {
                     break;
                 }
             }
         }
+    }
+
+    /// Has the layer's file give back one portion. A rest follows while guests have requests, which wait for a portion: so they have most of
+    /// the time.
+    async fn give_back_portion(&self) -> Result<GivenBack> {
+        self.work.job.go_on().await?;
+        let (is_busy, mut portion) = (!self.lanes.is_quiet(), self.portion.get());
+        let given = self.source.give_back_own(portion.next_bytes(is_busy), self.work.timer).await?;
+        if given.bytes > 0 {
+            portion.note(given.bytes, given.took);
+            self.portion.set(portion);
+            if is_busy {
+                self.work.timer.sleep((given.took * REST).min(LONGEST_REST)).await;
+            }
+        }
+        Ok(given)
     }
 
     /// What the files of the layer and of its parent take now, in bytes; `None` when nobody can tell.

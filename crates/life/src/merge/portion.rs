@@ -2,17 +2,19 @@
 
 use std::time::Duration;
 
-/// The least that is given back at once, in bytes. A portion may have to wait for a guest's flush, or for a device that takes as long for
-/// each command: smaller ones would give back little more than a megabyte a second then.
-const LEAST_BYTES: u64 = 256 << 10;
+/// The first portion, in bytes: a block of a VHD as most are.
+const FIRST_BYTES: u64 = 2 << 20;
+/// The least that is given back at once. A portion waits for the requests to the file that are under way, and a device may take as long for
+/// each command: smaller ones would not keep guests waiting for less, but more often.
+const LEAST_BYTES: u64 = 512 << 10;
 /// The most while guests have requests.
-const MOST_BESIDE_GUESTS_BYTES: u64 = 1 << 20;
+const MOST_BESIDE_GUESTS_BYTES: u64 = 4 << 20;
 /// The most while they have none.
 const MOST_BYTES: u64 = 64 << 20;
 /// A portion that took longer than this is followed by smaller ones.
-const TOO_LONG: Duration = Duration::from_millis(2);
+const TOO_LONG: Duration = Duration::from_millis(4);
 /// One that took no longer than this, by larger ones.
-const SHORT: Duration = Duration::from_micros(500);
+const SHORT: Duration = Duration::from_millis(1);
 
 /// How much is given back at once: the time that the last portions took says it. Some file systems tell their device of each run of freed
 /// blocks, one after the other, and all requests to the file wait for that: how long does not depend on the bytes, but on how many runs they are.
@@ -23,7 +25,7 @@ pub(super) struct Portion {
 
 impl Default for Portion {
     fn default() -> Self {
-        Self { bytes: LEAST_BYTES }
+        Self { bytes: FIRST_BYTES }
     }
 }
 
@@ -56,19 +58,14 @@ mod tests {
         let mut take = |took_us: u64, beside_guests: bool| {
             let bytes = portion.next_bytes(beside_guests);
             portion.note(bytes, Duration::from_micros(took_us));
-            bytes
+            bytes >> 10
         };
-        assert_eq!(
-            [take(100, true), take(500, true), take(501, true), take(2000, true)],
-            [256 << 10, 512 << 10, 1 << 20, 1 << 20]
-        );
-        assert_eq!(
-            [take(2001, true), take(9000, true), take(9000, true), take(9000, true)],
-            [1 << 20, 512 << 10, 256 << 10, 256 << 10]
-        );
+        assert_eq!([take(1001, true), take(4000, true), take(1000, true), take(100, true)], [2048, 2048, 2048, 4096]);
+        assert_eq!([take(4001, true), take(9000, true), take(9000, true)], [4096, 2048, 1024]);
+        assert_eq!([take(9000, true), take(9000, true), take(9000, true)], [512, 512, 512], "no less than that");
         // Without guests there is more to gain, and with the first request of one there is less at once.
         let most = (0..20).map(|_| take(100, false)).max();
-        assert_eq!((most, take(100, true)), (Some(MOST_BYTES), MOST_BESIDE_GUESTS_BYTES));
+        assert_eq!((most, take(100, true)), (Some(MOST_BYTES >> 10), MOST_BESIDE_GUESTS_BYTES >> 10));
     }
 
     #[test]

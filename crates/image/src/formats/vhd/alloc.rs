@@ -6,13 +6,14 @@
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 use event_listener::Event;
-use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
+use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreOffset, Timer, Via};
 
 use super::bits::Bits;
 use super::{SECTOR, Sparse, Table};
-use crate::layer::GIVEN_BACK_A_FLUSH;
+use crate::layer::{GIVEN_BACK_A_FLUSH, GivenBack};
 
 /// Space prepared in one step of a file, in bytes of guest data: as much as the file holds, within these bounds. The step
 /// is length only, and takes no space on the host, so that few steps, each with its sync, are enough: a disk of 2 TiB that is
@@ -90,8 +91,7 @@ impl Released {
         self.settled.extend(self.gone.drain(..count));
     }
 
-    /// Nobody knows whether the release of what no sync has settled is ever durable: these places are used again only after the image was
-    /// opened anew, as any other gap.
+    /// Forgets all whose release no sync has made durable: these places are used again only after the image was opened anew, as any other gap.
     pub(super) fn lose_unsettled(&mut self) {
         self.fresh.clear();
         self.waiting.iter_mut().for_each(|(_, blocks)| blocks.clear());
@@ -103,8 +103,6 @@ impl Released {
         if self.holds && self.settled.len() < MOST_HELD {
             return Vec::new();
         }
-        // A block that was begun beside flushes is ended here, when nobody goes on with it.
-        self.settled.extend(self.begun.take().map(|(sector, _)| sector));
         // So that a guest's flush after a large discard does not wait for all of it.
         let rest = self.settled.len().saturating_sub(GIVEN_BACK_A_FLUSH);
         self.settled.split_off(rest)
@@ -219,9 +217,15 @@ impl Alloc {
         self.lock().given_out
     }
 
-    /// Has flushes punch nothing, or go on with it.
+    /// Has flushes punch nothing, or go on with it. Then what was held is a gap until the image is opened anew: it may be the space of a whole
+    /// disk, and no guest's flush is to wait for that.
     pub(super) fn hold_space(&self, holds: bool) {
-        self.lock().released.holds = holds;
+        let released = &mut self.lock().released;
+        if std::mem::replace(&mut released.holds, holds) && !holds {
+            released.lose_unsettled();
+            released.settled.clear();
+            released.begun = None;
+        }
     }
 
     pub(crate) fn add_ready(&self, blocks: impl IntoIterator<Item = Ready>) {
@@ -457,17 +461,28 @@ impl<S: Store> Sparse<S> {
         Ok(sectors.iter().map(|sector| Ready { sector: *sector, zeroed: true }).collect())
     }
 
-    /// Punches about `most_bytes` of what may be punched, and returns how many bytes that were: 0 when there is nothing. No flush and no end
-    /// of the file comes in between.
-    pub(super) async fn give_back(&self, most_bytes: u64) -> Result<u64> {
+    /// Punches about `most_bytes` of what may be punched. No flush and no end of the file comes in between: for one that is under way this waits,
+    /// and does not count that time.
+    pub(super) async fn give_back(&self, most_bytes: u64, timer: &dyn Timer) -> Result<GivenBack> {
         let _running = self.flusher.running.lock().await;
+        let begun_ns = timer.now_ns();
+        let bytes = self.punch_settled(most_bytes).await?;
+        let took = Duration::from_nanos(timer.now_ns().saturating_sub(begun_ns));
+        let waiting = self.alloc.lock().released.waiting.as_ref().map(|(phase, _)| *phase);
+        Ok(GivenBack { bytes, took, has_readers: waiting.is_some_and(|phase| !self.grace.is_over(phase)) })
+    }
+
+    /// Punches about `most_bytes` of what is settled, and returns how many bytes that were. The caller keeps flushes out.
+    async fn punch_settled(&self, most_bytes: u64) -> Result<u64> {
         if self.is_read_only() {
             return Ok(0);
         }
         let Some((sector, done)) = self.alloc.lock().released.next_beside() else { return Ok(0) };
         let (start, end) = (u64::from(sector) * SECTOR + done, self.layout.block_end(sector));
-        let cut = start.saturating_add(most_bytes.max(PAGE_BYTES)) / PAGE_BYTES * PAGE_BYTES;
-        if cut < end && self.store.info().punches {
+        let most_bytes = most_bytes.max(PAGE_BYTES);
+        let cut = start.saturating_add(most_bytes) / PAGE_BYTES * PAGE_BYTES;
+        // A small rest goes along: it would take as long as the whole.
+        if cut < end && end - cut > most_bytes / 2 && self.store.info().punches {
             self.store.punch_hole(StoreOffset(start), cut - start).await?;
             self.alloc.lock().released.begun = Some((sector, cut - u64::from(sector) * SECTOR));
             return Ok(cut - start);

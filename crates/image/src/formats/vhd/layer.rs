@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use spile_core::{Extent, Result, Store, StoreOffset, Via};
+use spile_core::{Extent, Result, Store, StoreOffset, Timer, Via};
 
 use super::codec::footer::Footer;
 use super::create::VhdParent;
@@ -16,7 +16,7 @@ use crate::create::NewParent;
 use crate::facts::Facts;
 use crate::formats::raw::Raw;
 use crate::grace::Reader;
-use crate::layer::{Found, Identity, Layer, MapPiece, ParentRef};
+use crate::layer::{Found, GivenBack, Identity, Layer, MapPiece, ParentRef};
 
 /// A sealed image's bitmaps are needed only until they are in the merged map of a graph's parents.
 const SEALED_CACHE_BYTES: usize = 1 << 20;
@@ -162,10 +162,10 @@ impl<S: Store> Layer<S> for Vhd<S> {
         }
     }
 
-    async fn give_back(&self, most_bytes: u64) -> Result<u64> {
+    async fn give_back(&self, most_bytes: u64, timer: &dyn Timer) -> Result<GivenBack> {
         match self {
-            Self::Fixed(..) => Ok(0),
-            Self::Sparse(sparse) => sparse.give_back(most_bytes).await,
+            Self::Fixed(..) => Ok(GivenBack::default()),
+            Self::Sparse(sparse) => sparse.give_back(most_bytes, timer).await,
         }
     }
 
