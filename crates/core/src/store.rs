@@ -69,7 +69,7 @@ pub trait Store: Send + Sync + 'static {
     }
 
     /// Says whether it holds a copy whose maker keeps account of what is not flushed, and copies that again when it may be lost: then nobody else is told of
-    /// such a loss.
+    /// such a loss. Each byte of a copy is written about once, and read by nobody: it need not stay in the page cache.
     fn set_copy(&self, is_copy: bool) {
         let _ = is_copy;
     }

@@ -124,7 +124,7 @@ impl<F: Files> Lane<'_, '_, F> {
     /// `Shutdown` when the job is to end here; those of the move.
     pub async fn piece(&self, bytes: u64, work: impl Future<Output = Result<()>>) -> Result<()> {
         let Work { job, timer, .. } = self.lanes.work;
-        job.piece_in_lane(*timer, bytes, self.is_first, || self.lanes.work.guests(), work).await?;
+        job.piece_in_lane(*timer, bytes, self.is_first, || self.lanes.work.guests(), || false, work).await?;
         if self.lanes.look() {
             self.lanes.left.set(self.lanes.left.get().saturating_sub(1));
         }

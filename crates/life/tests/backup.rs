@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
 use spile_core::{
-    Disk, DiskInfo, ErrorKind, Extent, ExtentKind, ExtentStatus, Io, Op, OpenMode, Result, Segments, Store as _, Timer,
-    WriteZeroes, yield_now,
+    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Io, Op, OpenMode, Result, Segments, Store as _,
+    Timer, WriteZeroes, yield_now,
 };
 use spile_engine::{Config, Engine, OsEnv, spawn};
 use spile_life::backup::{
@@ -26,6 +26,8 @@ const SIZE: u64 = 4 << 20;
 struct Memory {
     bytes: std::sync::Mutex<Vec<u8>>,
     holds_writes: AtomicBool,
+    /// Changes from this offset on fail, when it is not 0.
+    fails_from: AtomicU64,
     reads: AtomicU64,
 }
 
@@ -48,6 +50,10 @@ impl Disk for Memory {
         self.reads.fetch_add(u64::from(io.op == Op::Read), SeqCst);
         while io.op != Op::Read && self.holds_writes.load(SeqCst) {
             yield_now().await;
+        }
+        let fails_from = self.fails_from.load(SeqCst);
+        if io.op.changes_data() && fails_from > 0 && io.extent.end() > fails_from {
+            return Err(Error::new(ErrorKind::NoSpace, "the target is full"));
         }
         let mut bytes = self.bytes.lock().unwrap();
         let range = io.extent.start() as usize..io.extent.end() as usize;
@@ -322,6 +328,32 @@ impl Timer for Impatient {
     fn sleep(&self, _: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
         Box::pin(std::future::ready(()))
     }
+}
+
+/// A clock with which a copy may wait a hundred times.
+struct Bounded(AtomicU64);
+
+impl Timer for Bounded {
+    fn sleep(&self, _: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
+        assert!(self.0.fetch_add(1, SeqCst) < 100, "the copy waits for its rate, and for nothing else");
+        Box::pin(yield_now())
+    }
+}
+
+#[test]
+fn a_copy_that_has_failed_waits_for_no_rate() {
+    on_host(|disk| async move {
+        let node = Arc::new(Node::new(Memory::filled(1)));
+        let point = begin_one(&node, fleece_of(&disk).await, u64::MAX).await;
+        let to = Memory::filled(0);
+        to.fails_from.store(SIZE - 1, SeqCst);
+        // The last of four pieces fails. The lanes of the others would wait for weeks.
+        let job = Job::new(Wishes { limit_bytes_per_s: Some(1), ..Wishes::default() });
+        let (timer, changed) = (Bounded(AtomicU64::new(0)), None);
+        let copy = Copy { from: &point, to: &to, beneath: Beneath::Anything, changed, job: &job, timer: &timer };
+        assert_eq!(copy.run(&mut Digests::default()).await.unwrap_err().kind(), ErrorKind::NoSpace);
+        point.end().await;
+    });
 }
 
 #[test]

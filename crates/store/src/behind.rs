@@ -64,6 +64,14 @@ impl Behind {
 }
 
 #[cfg(test)]
+impl Behind {
+    /// How many windows are being written back.
+    pub(crate) fn begun(&self) -> usize {
+        self.0.lock().unwrap().begun.len()
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use rustix::fs::{FallocateFlags, SeekFrom};
@@ -67,8 +67,10 @@ struct Inner {
     gate: SyncGate,
     lock: HeldLock,
     cut: Cut,
-    /// For [`CacheMode::Once`].
-    behind: Option<Behind>,
+    /// For what is written once: all of [`CacheMode::Once`], and a copy ([`Store::set_copy`]) where it goes through the page cache.
+    behind: Behind,
+    is_once: bool,
+    is_copy: AtomicBool,
     /// The store that gave its lock up for this one, which writes. It gets a reader's lock again when this store ends first.
     older: Weak<Inner>,
 }
@@ -190,12 +192,11 @@ impl FileStore {
             CacheMode::Direct => open_direct(name, mode, stat),
             CacheMode::Page | CacheMode::Once => None,
         };
-        let behind = (cache == CacheMode::Once).then(Behind::default);
         let lock = HeldLock::new(locked.map(|mode| (file.clone(), mode)), path.clone());
         let direct = direct
             .map(|(opened, align)| Ok::<_, Error>((RawFile::direct(opened.into(), &file, locked)?, align)))
             .transpose()?;
-        Ok(Self::assemble(path, mode, (id, found), len, file, direct, (lock, behind)))
+        Ok(Self::assemble(path, mode, (id, found), len, file, direct, (lock, cache == CacheMode::Once)))
     }
 
     fn assemble(
@@ -205,7 +206,7 @@ impl FileStore {
         len: u64,
         cached: RawFile,
         direct: Option<(RawFile, DirectAlign)>,
-        (lock, behind): (HeldLock, Option<Behind>),
+        (lock, is_once): (HeldLock, bool),
     ) -> FileStore {
         let align = direct.as_ref().map(|(_, align)| *align);
         let is_device = matches!(id, FileId::BlockDevice(_));
@@ -236,7 +237,9 @@ impl FileStore {
                 gate,
                 lock,
                 cut,
-                behind,
+                behind: Behind::default(),
+                is_once,
+                is_copy: AtomicBool::new(false),
                 older: Weak::new(),
             }),
         }
@@ -373,6 +376,10 @@ impl Store for FileStore {
         self.failed_sync().is_some()
     }
 
+    fn set_copy(&self, is_copy: bool) {
+        self.inner.is_copy.store(is_copy, Ordering::Relaxed);
+    }
+
     async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
         let (offset, fd) = (offset.0, self.fd(via));
         self.check_end(offset, into.len() as u64, false)?;
@@ -406,7 +413,10 @@ impl Store for FileStore {
         let outcome = fd.write(offset, from).await;
         outcome.map_err(|errno| self.fail("write failed", errno).at_offset(offset))?;
         self.inner.len.fetch_max(end, Ordering::AcqRel);
-        match self.inner.behind.as_ref().and_then(|behind| behind.note(offset..end)) {
+        if !self.is_written_once() || fd.is_direct() {
+            return Ok(());
+        }
+        match self.inner.behind.note(offset..end) {
             Some(step) => self.write_back(step).await,
             None => Ok(()),
         }
@@ -539,6 +549,11 @@ impl Store for FileStore {
 }
 
 impl FileStore {
+    /// True when what is written is not to stay in the page cache.
+    fn is_written_once(&self) -> bool {
+        self.inner.is_once || self.inner.is_copy.load(Ordering::Relaxed)
+    }
+
     /// Has the kernel write back what was written, and forget what was written before that.
     async fn write_back(&self, Step { begin, leave }: Step) -> Result<()> {
         let file = self.inner.cached.clone();
@@ -695,6 +710,27 @@ mod tests {
         assert_eq!(open().err().map(|error| error.kind()), Some(ErrorKind::Busy));
         drop(op);
         open().unwrap();
+    }
+
+    #[test]
+    fn a_copy_through_the_page_cache_leaves_it_again() {
+        let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let path = dir.path().join("f");
+        std::fs::write(&path, "").unwrap();
+        let engine = Engine::start(Config { workers: 1, ..Config::default() }).unwrap();
+        // For a disk whose size fits no alignment all is written so, and for any on a file system without direct I/O.
+        let store = FileStore::open(&path, OpenMode::ReadWrite, CacheMode::Direct).unwrap();
+        engine.run_on(0, move || async move {
+            let mebibyte = Segments::zeroed(1 << 20);
+            for (is_copy, windows) in [(false, 0), (true, 2), (false, 2)] {
+                store.set_copy(is_copy);
+                for at in 0..16 {
+                    store.write_at(StoreOffset(at << 20), &mebibyte, Via::Cached).await.unwrap();
+                }
+                assert_eq!(store.inner.behind.begun(), windows);
+            }
+        });
+        engine.shutdown();
     }
 
     #[test]

@@ -209,7 +209,8 @@ impl<S: Store, G: Disk, D: Disk> Copy<'_, S, G, D> {
                 Next::Zero(extent) => zero(self.to, self.beneath, extent.start()..extent.end()).await,
             }
         };
-        self.job.piece_in_lane(self.timer, bytes, number == 0, || self.from.guests(), work).await?;
+        let (busy, is_over) = (|| self.from.guests(), || shared.is_over.get());
+        self.job.piece_in_lane(self.timer, bytes, number == 0, busy, is_over, work).await?;
         shared.done_bytes.set(shared.done_bytes.get() + extent.len_bytes);
         self.job.set_done(shared.done_bytes.get());
         Ok(())

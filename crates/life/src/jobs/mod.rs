@@ -326,10 +326,11 @@ impl Job {
         busy: impl Fn() -> u64,
         work: impl Future<Output = Result<()>>,
     ) -> Result<()> {
-        self.piece_in_lane(timer, bytes, true, busy, work).await
+        self.piece_in_lane(timer, bytes, true, busy, || false, work).await
     }
 
-    /// As [`Self::piece`], for one of several pieces that are moved at the same time: those of the first lane count as the job's time.
+    /// As [`Self::piece`], for one of several pieces that are moved at the same time: those of the first lane count as the job's time. When
+    /// `is_over`, because another lane has failed, this one waits no longer for its next piece.
     ///
     /// # Errors
     /// As there.
@@ -339,6 +340,7 @@ impl Job {
         bytes: u64,
         is_first: bool,
         busy: impl Fn() -> u64,
+        is_over: impl Fn() -> bool,
         work: impl Future<Output = Result<()>>,
     ) -> Result<()> {
         self.go_on().await?;
@@ -346,7 +348,9 @@ impl Job {
         work.await?;
         let took_ns = timer.now_ns().saturating_sub(begun_ns);
         let pace = Pace { begun_ns, bytes, took_ns, is_busy: busy() != busy_before };
-        while let Some(pause) = pace.pause(self.go_on().await?, timer.now_ns()) {
+        while !is_over()
+            && let Some(pause) = pace.pause(self.go_on().await?, timer.now_ns())
+        {
             timer.sleep(pause).await;
         }
         if is_first {

@@ -184,6 +184,7 @@ impl TargetSpec {
         drop(store);
         let options = OpenOptions { format: Some(format), write_parent: true, ..OpenOptions::default() };
         let disk = Aligned::new(disks::open(CacheMode::Direct, &half.path().into(), &options).await?);
+        disk.inner().handles()[0].image().store().set_copy(true);
         Ok(Target {
             disk,
             half: Some((half, path.to_owned())),
@@ -254,6 +255,7 @@ impl TargetSpec {
         drop(store);
         let options = OpenOptions { format: Some(format), ..OpenOptions::default() };
         let leaf = open_layer(&files, Arc::new(OsEnv), at, &options).await?;
+        leaf.image().store().set_copy(true);
         let parent = parent.file_name().map(|name| name.to_string_lossy().into_owned());
         Ok(Target {
             disk: Aligned::new(below.with_leaf(leaf).await?),
