@@ -229,7 +229,11 @@ pub async fn look<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf]) -> Vec<Foun
             }
         } else if let Some(kind) = kind_of(path, &disk) {
             let is_there = tools.asking.canonical(&disk).await.is_ok();
-            let why = (!is_there).then(|| "its disk is gone: nobody can tell whether the file is of use".to_owned());
+            let why = match is_there {
+                true if kind == Kind::Job => waits_because(tools.asking, &disk).await,
+                true => None,
+                false => Some("its disk is gone: nobody can tell whether the file is of use".to_owned()),
+            };
             found.push(Found { kind, path: path.clone(), disk: is_there.then_some(disk), why });
         }
     }
@@ -322,7 +326,7 @@ pub async fn collect<F: Files>(
         // Another disk of that name has left it.
         Some(note) if !note.is_of(which) => Plan::remove(tools.files, &disk).await?,
         Some(Note { plan, wishes, .. }) => {
-            refuse_other(&plan, wishes.is_paused).map_err(|error| error.at_path(&disk))?;
+            refuse_other(&disk, &plan, wishes.is_paused)?;
             run(plan, wishes).await?;
         }
         None => {}
@@ -347,12 +351,21 @@ pub async fn collect<F: Files>(
 }
 
 /// Refuses to go on with what its user has paused, and with what takes a disk elsewhere.
-fn refuse_other(plan: &Plan, is_paused: bool) -> Result<()> {
-    let error = match plan {
-        _ if is_paused => Error::new(ErrorKind::Busy, "the job was paused").hint("serve the disk, and resume the job"),
+fn refuse_other(disk: &Path, plan: &Plan, is_paused: bool) -> Result<()> {
+    let (what, hint) = match plan {
+        _ if is_paused => ("the job was paused".to_owned(), "serve the disk, and resume the job"),
         Plan::Coalesce(_) | Plan::Flatten => return Ok(()),
-        other => Error::new(ErrorKind::Busy, format!("a {} of the disk was broken off", other.kind()))
-            .hint("serve the disk, and it goes on; or begin the same once more"),
+        other => {
+            let what = format!("a {} of the disk was broken off", other.kind());
+            (what, "serve the disk, and it goes on; or begin the same once more")
+        }
     };
-    Err(error)
+    let hint = format!("{hint}; or give it up: `spile job {} cancel`", disk.display());
+    Err(Error::new(ErrorKind::Busy, what).at_path(disk).hint(hint))
+}
+
+/// Why nothing is done about the job of `disk` that is not finished, if that is so.
+async fn waits_because<F: Files>(asking: &F, disk: &Path) -> Option<String> {
+    let note = Note::look(asking, disk).await.ok()??;
+    refuse_other(disk, &note.plan, note.wishes.is_paused).err().map(|error| error.to_string())
 }

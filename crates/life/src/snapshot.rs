@@ -54,7 +54,10 @@ impl Plan {
         };
         let snapshot = snapshot_path(&leaf.path, name)?;
         let format = child_format(leaf.format);
-        check_extension(&leaf.path, given, format)?;
+        check_extension(&leaf.path, given, format).map_err(|error| match fits(format, leaf.virtual_bytes) {
+            true => error,
+            false => error.hint("a vhd, the only format that Spile makes children of, ends at 2040 GiB: larger disks have neither snapshots nor clones"),
+        })?;
         check_new_child(leaf.path.parent().unwrap_or(Path::new("/")), layers, allowed)?;
         Ok(Self { disk: leaf.path.clone(), snapshot, format })
     }
@@ -130,6 +133,12 @@ pub fn child_format(parent: Format) -> Format {
     if can(parent) { parent } else { Format::ALL.iter().copied().find(|format| can(*format)).unwrap_or(Format::Vhd) }
 }
 
+/// True when an image of this format can be as large as `size_bytes`.
+pub fn fits(format: Format, size_bytes: u64) -> bool {
+    let size_bytes = size_bytes.next_multiple_of(512).max(512);
+    format.space(&NewImage { size_bytes, subformat: None, parent: None, unit_bytes: None }).is_ok()
+}
+
 /// Refuses a disk that is opened in another format than its new leaf will have, or whose name does not say that format: nothing looks into
 /// a file to find out, and whoever asks the images of a folder for their parents goes by their names.
 pub(crate) fn check_extension(disk: &Path, given: Option<Format>, child: Format) -> Result<()> {
@@ -147,8 +156,8 @@ pub(crate) fn check_extension(disk: &Path, given: Option<Format>, child: Format)
     Err(match given.or(named) {
         Some(format) if format == child => error.hint(format!("end its server, and rename it to {name} first")),
         _ => error.hint(format!(
-            "make it a {child} first: end its server, `spile convert {disk} {name}`, and serve that; or go on with a child of another \
-             name: spile clone"
+            "`spile convert {disk} {name}` makes a {child} of it, which has snapshots; or go on with a child of another name: \
+             `spile clone {disk} CHILD.{child}`"
         )),
     })
 }
@@ -219,9 +228,12 @@ pub async fn refuse_job<F: Files>(files: &F, disk: &Path) -> Result<()> {
     match files.canonical(&names::job(disk)).await {
         Ok(_) => {
             let error = Error::new(ErrorKind::Busy, "a job on the disk's images has not come to its end");
-            Err(error
-                .at_path(disk)
-                .hint("`spile jobs` shows it while the disk is served; if it is not there, begin the same job again"))
+            let hint = format!(
+                "`spile jobs` shows it while the disk is served; if it is not there, begin the same job again, or give it up: \
+                 `spile job {} cancel`",
+                disk.display()
+            );
+            Err(error.at_path(disk).hint(hint))
         }
         Err(_) => Ok(()),
     }

@@ -188,7 +188,11 @@ impl Plan {
             Self::Flatten => "a flatten was begun and is not finished".to_owned(),
             Self::Move(to) => format!("a move to {} was begun and is not finished", to.to),
         };
-        Error::new(ErrorKind::Busy, what).at_path(disk).hint("finish that first: the same command goes on with it")
+        let hint = format!(
+            "finish that first: the same command goes on with it; or give it up: `spile job {} cancel`",
+            disk.display()
+        );
+        Error::new(ErrorKind::Busy, what).at_path(disk).hint(hint)
     }
 }
 

@@ -64,7 +64,8 @@ fn find_path<'a>(paths: impl Iterator<Item = &'a Path> + Clone, name: &str) -> R
 /// The plan to merge the layer called `name` of `graph` into its parent.
 ///
 /// # Errors
-/// `NotFound` as [`find_layer`]; `InvalidInput` for a layer without a parent; `Unsupported` for a format without identities.
+/// `NotFound` as [`find_layer`]; `InvalidInput` for a layer without a parent; `Unsupported` for a format without identities, and for a leaf
+/// whose parent cannot take its name.
 pub fn plan<S: Store>(graph: &Graph<S>, name: Option<&str>) -> Result<Merged> {
     let number = find_layer(graph, name)?;
     let layer = &graph.handles()[number];
@@ -76,6 +77,9 @@ pub fn plan<S: Store>(graph: &Graph<S>, name: Option<&str>) -> Result<Merged> {
         let what = format!("a {} image cannot be merged into its parent yet", layer.image().format());
         return Err(refuse(ErrorKind::Unsupported, what, layer.path(), "copy the disk by spile convert"));
     };
+    if number == 0 {
+        check_takes_place(graph)?;
+    }
     Ok(Merged { identity, path: layer.path().to_owned(), parent: parent.path().to_owned() })
 }
 

@@ -358,7 +358,7 @@ fn unnamed() -> Error {
 }
 
 fn stopped() -> Error {
-    Error::new(ErrorKind::Io, "the server of the disk has ended").hint("begin the backup anew")
+    Error::new(ErrorKind::Io, "the disk was detached, or its server has ended").hint("begin the backup anew")
 }
 
 /// Refuses a backup that is shorter than its disk was: something has cut it off.

@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use spile_core::{Error, ErrorKind, Result};
+use spile_life::jobs::State;
 
 use super::api::Order;
 use super::api::types::{Attach, NewExport};
@@ -110,6 +111,9 @@ impl Server {
     fn detach(&mut self, name: &str, force: bool) -> Result<()> {
         let names = self.named(name)?.names.clone();
         let _claim = self.claims.take(&[name.to_owned()], "a detach")?;
+        if !force {
+            self.named(name)?.jobs.refuse_detach(name)?;
+        }
         let at = self.disks.iter().position(|open| open.name == name).unwrap_or_default();
         // New NBD clients must not find it before those that are there are counted.
         let open = self.disks.remove(at);
@@ -133,9 +137,18 @@ impl Server {
     /// Closes the disk of this number, of which no front has a share any more.
     fn forget(&mut self, at: usize, result: Result<()>) -> Result<()> {
         let open = self.disks.remove(at);
+        let path = open.layers.first().map_or_else(|| open.label.clone(), |leaf| leaf.path.clone());
+        let (name, jobs) = (open.name.clone(), open.jobs.list());
+        let running: Vec<_> = jobs.iter().filter(|job| !job.job().state().is_over()).cloned().collect();
+        self.view.keep_jobs(&name, &path, &jobs);
         // Those who look have shares of the disk.
         self.show();
-        disks::close(&self.engine, vec![open], result)
+        let closed = disks::close(&self.engine, vec![open], result);
+        for job in running.iter().filter(|job| job.job().state() != State::Done) {
+            tracing::warn!("the job {}, a {}, was ended: its disk {name:?} was detached", job.id(), job.kind());
+        }
+        self.view.keep_jobs(&name, &path, &jobs);
+        closed
     }
 
     fn add_export(&mut self, export: &NewExport) -> Result<()> {

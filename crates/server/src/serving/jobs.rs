@@ -192,6 +192,18 @@ impl DiskJobs {
         Err(Error::new(ErrorKind::Busy, what).hint(hint))
     }
 
+    /// Refuses to detach the disk, which is called `name`, while it has a job.
+    ///
+    /// # Errors
+    /// `Busy`, naming the job.
+    pub fn refuse_detach(&self, name: &str) -> Result<()> {
+        let state = self.state();
+        let Some(job) = state.jobs.iter().find(|job| !job.job.state().is_over()) else { return Ok(()) };
+        let what = format!("the disk {name:?} has a job, {}: a {}", job.id, job.what.kind());
+        Err(Error::new(ErrorKind::Busy, what)
+            .hint(format!("wait for it, or `spile job {} cancel`; --force ends it with the disk", job.id)))
+    }
+
     /// The last move of the disk that is done.
     pub fn moved(&self) -> Option<Move> {
         let state = self.state();
@@ -363,6 +375,11 @@ impl DiskJob {
         &self.job
     }
 
+    /// What it does, for messages and in JSON.
+    pub fn kind(&self) -> &'static str {
+        self.what.kind()
+    }
+
     /// Its name.
     pub fn id(&self) -> &str {
         &self.id
@@ -376,8 +393,7 @@ impl DiskJob {
         let state = self.job.state();
         let is_so_already = state == JobState::Cancelled && change.state.as_deref() == Some("cancelled");
         if state.is_over() && !is_so_already {
-            let what = format!("the job {:?} is over: it is {}", self.id, state.name());
-            return Err(Error::new(ErrorKind::InvalidInput, what).hint("nothing has changed by this"));
+            return Err(is_over(&self.id, state.name()));
         }
         match change.state.as_deref() {
             None => {}
@@ -456,6 +472,12 @@ impl DiskJob {
             pid: std::process::id(),
         }
     }
+}
+
+/// Why nothing is done with a job that is over.
+pub(super) fn is_over(id: &str, state: &str) -> Error {
+    let what = format!("the job {id:?} is over: it is {state}");
+    Error::new(ErrorKind::InvalidInput, what).hint("nothing has changed by this")
 }
 
 /// Ends the jobs of all `disks` at their next pieces, and waits for that, for at most `bound`.

@@ -146,7 +146,20 @@ impl Server {
         }
         let allowed: Vec<PathBuf> =
             self.opening.allow_parents.iter().filter_map(|dir| dir.canonicalize().ok()).collect();
-        Plan::new(&layers, open.format, name, &allowed)
+        let leaf = &layers[0];
+        let child = snapshot::child_format(leaf.format);
+        Plan::new(&layers, open.format, name, &allowed).map_err(|error| {
+            let is_movable = error.kind() == ErrorKind::Unsupported && child != leaf.format;
+            if !is_movable || !snapshot::fits(child, leaf.virtual_bytes) {
+                return error;
+            }
+            let to = leaf.path.with_extension(child.about().name);
+            error.hint(format!(
+                "`spile move {} --to {} --wait` makes it a {child} while guests go on: then snapshots and clones work",
+                open.name,
+                to.display()
+            ))
+        })
     }
 
     /// The disk of this name has another graph now: whoever looks, and a successor that asks, learns of it.

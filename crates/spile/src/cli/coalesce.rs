@@ -185,9 +185,12 @@ pub(super) fn wait_for(socket: &Path, mut job: Job, doing: &'static str, again: 
         (Some(error), _) => Err(Failure { error: error.clone() }.into_error()),
         (None, "done") => Ok(job),
         (None, "stopped") => {
-            let error =
-                Error::new(ErrorKind::Shutdown, "the job was stopped with its server: what it has done stays done");
-            Err(error.hint("the next server of the disk goes on with it"))
+            let what = "the job was stopped: its disk was detached, or its server has ended";
+            let hint = match job.kind.as_str() {
+                "backup" => "begin the backup anew when the disk is served again",
+                _ => "what it has done stays done, and the next server of the disk goes on with it",
+            };
+            Err(Error::new(ErrorKind::Shutdown, what).hint(hint))
         }
         (None, state) => {
             Err(Error::new(ErrorKind::Shutdown, format!("the job was {state}; what it has done stays done")))
@@ -212,6 +215,11 @@ fn show(args: &JobArgs, job: &Job) -> Result<Exit> {
 
 /// Does the job on a disk that no server has. The images are locked meanwhile.
 fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
+    if new.mirror_only {
+        let what = "nobody serves the disk, so there is nothing that a copy of it could be kept in step with";
+        let error = Error::new(ErrorKind::Unsupported, what).at_path(args.which.disk_path());
+        return Err(error.hint("serve the disk first (spile serve); or copy it as it is: spile convert"));
+    }
     let signals = EndSignals::block()?;
     let at = existing(args.which.disk_path())?;
     let options =

@@ -12,7 +12,7 @@ use spile_server::checkpoints::Checkpoints;
 use spile_server::jobs::Access;
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, escape, typed};
 use spile_server::serving::api::discovery;
-use spile_server::serving::api::types::{Disk, DiskDetail, DiskList, Failure, Meter, Paused, Waiting};
+use spile_server::serving::api::types::{Detached, Disk, DiskDetail, DiskList, Failure, Job, Meter, Paused, Waiting};
 use spile_store::CacheMode;
 use utoipa::ToSchema;
 
@@ -75,13 +75,13 @@ pub struct AttachArgs {
 
 /// Have a running server serve a disk no more
 ///
-/// The disk is flushed and closed. A disk in use is left alone, unless --force is given.
+/// The disk is flushed and closed. A disk in use is left alone, unless --force is given; so is one with a job, such as a backup or a move.
 #[derive(Debug, Args)]
 pub struct DetachArgs {
     #[command(flatten)]
     which: Which,
-    /// Cut off the guests and NBD clients that use it. NBD clients of the server's other disks may be cut off with
-    /// them, and connect again
+    /// Cut off the guests and NBD clients that use it, and end its job: a backup is gone then, any other job goes on when the disk is served
+    /// again. NBD clients of the server's other disks may be cut off with them, and connect again
     #[arg(long)]
     force: bool,
 }
@@ -327,11 +327,18 @@ fn absolute_disk(text: &str) -> Result<String> {
 /// Runs `spile detach`.
 ///
 /// # Errors
-/// When there is no such disk, it is in use, or it could not be closed.
+/// When there is no such disk, it is in use or has a job, or it could not be closed.
 pub fn detach(args: &DetachArgs) -> Result<Exit> {
     let (socket, name) = args.which.find()?;
     let force = if args.force { "?force" } else { "" };
-    call(&socket, "DELETE", &format!("{}{force}", path_of(&name)), None, CHANGE_PATIENCE)?;
+    let left: Detached = typed(call(&socket, "DELETE", &format!("{}{force}", path_of(&name)), None, CHANGE_PATIENCE)?)?;
+    for Job { id, kind, .. } in &left.ended_jobs {
+        let after = match kind.as_str() {
+            "backup" => "begin it anew when the disk is served again",
+            _ => "whoever serves the disk goes on with it",
+        };
+        say(format_args!("the job {id}, a {kind}, was ended: {after}"));
+    }
     Ok(Exit::Ok)
 }
 

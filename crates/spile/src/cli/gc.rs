@@ -96,7 +96,9 @@ pub fn run(args: &GcArgs) -> Result<Exit> {
     let folder = args.dir.canonicalize().map_err(|e| Error::io("cannot be found", e)).at_path(&args.dir)?;
     let mut found = look(&folder)?;
     let ending = Ending::default();
-    if !args.dry_run {
+    if args.dry_run {
+        found.iter_mut().for_each(Found::note_server);
+    } else {
         let told = ending.clone();
         signals.on_first(move |_| told.end());
         let troubles = work_on_all(&found, args.rate, &ending);
@@ -184,6 +186,14 @@ impl Found {
             frees_at_most_bytes,
             state: "found".to_owned(),
             reason: found.why,
+        }
+    }
+
+    /// A job of a disk that a server has is under way there, and was not broken off.
+    fn note_server(&mut self) {
+        let disk = self.disk_path.as_ref().filter(|_| self.kind == "job" && self.reason.is_some());
+        if disk.is_some_and(|disk| matches!(find(Path::new(disk)), Ok(Some(_)))) {
+            self.reason = Some("the disk's server has it: `spile jobs` shows how far it is".to_owned());
         }
     }
 

@@ -11,14 +11,19 @@ use spile_image::create::NewImage;
 use spile_image::{Format, Graph, LayerInfo, OpenOptions, check_new_child};
 use spile_life::delete;
 use spile_life::gc::{Family, Verdict, verdict};
+use spile_life::merge::is_called;
 use spile_life::revert::revert;
 use spile_life::snapshot::{Made, Plan, prepare, take_back};
 use spile_server::backup::Manifest;
 use spile_server::checkpoints::Checkpoints;
 use spile_server::jobs::Access;
+use spile_server::serving::api::client::{LOOK_PATIENCE, ask};
+use spile_server::serving::api::discovery;
+use spile_server::serving::api::types::DiskDetail;
 use spile_store::{CacheMode, FileId, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
+use super::control::path_of;
 use super::create::{new_parent, note_child};
 use super::gc::Host;
 use super::snapshot::find;
@@ -35,7 +40,7 @@ use crate::units::format_size;
 pub struct RevertArgs {
     /// The disk, by its path
     disk: PathBuf,
-    /// The image to go back to: a snapshot of this disk, or any other image
+    /// The image to go back to: a snapshot of this disk, by its name or its path, or any other image
     snapshot: PathBuf,
     /// Lose what was written to the disk since its last snapshot
     #[arg(long, group = "rest")]
@@ -60,7 +65,7 @@ pub struct RevertArgs {
 /// use: `spile gc` merges the two when the child is a disk's own image, and the space is free then.
 #[derive(Debug, Args)]
 pub struct DeleteArgs {
-    /// The image, by its path
+    /// The image, by its path; a snapshot also by the name that `spile snapshot --name` gave it
     disk: PathBuf,
     /// Keep an image after all that was marked, if `spile gc` has not begun to merge it
     #[arg(long, conflicts_with = "format")]
@@ -149,14 +154,66 @@ pub fn run(args: &RevertArgs) -> Result<Exit> {
     Ok(Exit::Ok)
 }
 
-/// The snapshot that is meant by `snapshot`: its path, or that without the extension of the disk.
+/// The snapshot that is meant by `snapshot`: its path, or that without the extension of the disk; what is only a name is looked for beside the
+/// disk, too.
 fn with_extension_of(snapshot: &Path, disk: &Path) -> PathBuf {
-    let extension = disk.extension().unwrap_or_default();
-    let mut longer = snapshot.as_os_str().to_owned();
+    let extension = disk.extension().unwrap_or_default().to_string_lossy().into_owned();
+    let beside = is_only_name(snapshot).then(|| disk.with_file_name(snapshot));
+    let places = std::iter::once(snapshot.to_owned()).chain(beside);
+    let mut found = places.flat_map(|place| [place.clone(), longer(&place, &extension)]).filter(|path| path.exists());
+    found.next().unwrap_or_else(|| snapshot.to_owned())
+}
+
+/// `path` with one more extension.
+fn longer(path: &Path, extension: &str) -> PathBuf {
+    let mut longer = path.as_os_str().to_owned();
     longer.push(".");
     longer.push(extension);
-    let longer = PathBuf::from(longer);
-    if !snapshot.exists() && longer.exists() { longer } else { snapshot.to_owned() }
+    longer.into()
+}
+
+fn is_only_name(path: &Path) -> bool {
+    path.parent() == Some(Path::new(""))
+}
+
+/// The image that is meant by `image`: its path, or that without its extension; or what a disk that is served has as a parent called so.
+///
+/// # Errors
+/// `InvalidInput` when several are called so.
+fn named_image(image: &Path) -> Result<PathBuf> {
+    if std::fs::symlink_metadata(image).is_ok() || find(image).is_ok() {
+        return Ok(image.to_owned());
+    }
+    let extensions = Format::ALL.iter().map(|format| format.about().name);
+    let mut found: Vec<_> = extensions.map(|extension| longer(image, extension)).filter(|path| path.exists()).collect();
+    if found.is_empty() && is_only_name(image) {
+        found = served_parents(&image.to_string_lossy());
+    }
+    match &found[..] {
+        [] => Ok(image.to_owned()),
+        [one] => Ok(one.clone()),
+        several => {
+            let names: Vec<_> = several.iter().map(|path| path.display().to_string()).collect();
+            let what = format!("several images are called {}", image.display());
+            Err(Error::new(ErrorKind::InvalidInput, what).hint(format!("say which: {}", names.join(", "))))
+        }
+    }
+}
+
+/// The parents called `name` of the disks that servers of this host have.
+fn served_parents(name: &str) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for (server, disks) in discovery::servers().unwrap_or_default() {
+        for disk in disks {
+            let detail: Result<DiskDetail> = ask(&server, "GET", &path_of(&disk.name), LOOK_PATIENCE);
+            let layers = detail.map(|detail| detail.layers).unwrap_or_default();
+            let parents = layers.into_iter().skip(1).map(|layer| PathBuf::from(layer.path));
+            found.extend(parents.filter(|path| is_called(path, name)));
+        }
+    }
+    found.sort_unstable();
+    found.dedup();
+    found
 }
 
 /// True when both paths lead to one file.
@@ -258,15 +315,16 @@ async fn taken_back(error: Error, files: &HostFiles, made: &Made<HostStore>) -> 
 /// `Denied`, naming the child, for an image that another one needs, or when not all images of its folder could be asked; `Busy` for one that
 /// is open, or has a job that is not finished; the storage's.
 pub fn delete(args: &DeleteArgs) -> Result<Exit> {
+    let image = named_image(&args.disk)?;
     if args.undo {
-        return keep(args);
+        return keep(args, &image);
     }
-    refuse_served(&args.disk)?;
-    let at = file_at(&args.disk)?;
+    refuse_served(&image)?;
+    let at = file_at(&image)?;
     // Children are asked for below.
     let options = OpenOptions { read_only: false, write_parent: true, ..args.parents.read_only(args.format) };
-    let used_bytes = disks::used_bytes(&args.disk).unwrap_or(0);
-    let (disk, format) = (args.disk.clone(), args.format);
+    let used_bytes = disks::used_bytes(&image).unwrap_or(0);
+    let (disk, format) = (image, args.format);
     let (path, child, why) = on_engine(move || async move {
         let (host, path) = (Host::new(), whole_path(&disk).await?);
         let list = async || host.beside(&path).await;
@@ -311,8 +369,8 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
 }
 
 /// Runs `spile delete --undo`.
-fn keep(args: &DeleteArgs) -> Result<Exit> {
-    let disk = args.disk.clone();
+fn keep(args: &DeleteArgs, image: &Path) -> Result<Exit> {
+    let disk = image.to_owned();
     let path = on_engine(move || async move {
         let path = whole_path(&disk).await?;
         delete::unmark(&Host::new().tools(), &path).await.map(|()| path.display().to_string())

@@ -275,6 +275,9 @@ pub fn clone(args: &CloneArgs) -> Result<Exit> {
                 format!("{hint}the snapshot {what} was made and stays: `spile clone {what} {child}` goes on with it");
             error.hint(hint)
         }
+        None if error.message().contains("over the format's limit") => error.hint(
+            "a vhd, the only format that Spile makes children of, ends at 2040 GiB: `spile convert` copies a larger disk",
+        ),
         None => error,
     })?;
     let cloned = Cloned { path: args.child.display().to_string(), parent_path: parent.display().to_string(), snapshot };

@@ -226,6 +226,7 @@ fn in_order(images: Vec<TreeImage>) -> Vec<TreeImage> {
     let used: Vec<_> = images.iter().map(|image| image.used_bytes).collect();
     let is_parent: Vec<_> = images.iter().map(|image| children.contains_key(&image.path)).collect();
     let used_at: HashMap<_, _> = images.iter().map(|image| (image.path.clone(), image.used_bytes)).collect();
+    let format_at: HashMap<_, _> = images.iter().map(|image| (image.path.clone(), image.format.clone())).collect();
     let has_parent =
         |number: &usize| images[*number].parent_path.as_ref().is_some_and(|path| used_at.contains_key(path));
     // Images that are each other's parents come last, as they are.
@@ -239,6 +240,9 @@ fn in_order(images: Vec<TreeImage>) -> Vec<TreeImage> {
             let below = children.get(&image.path).into_iter().flatten().rev();
             work.extend(below.map(|child| (*child, depth + 1)));
             let only_of = image.parent_path.as_ref().filter(|parent| children[*parent].len() == 1);
+            // The parent of a leaf takes its name, which says the format.
+            let only_of =
+                only_of.filter(|parent| is_parent[number] || format_at.get(*parent).is_none_or(|f| *f == image.format));
             // What the parent lacks takes as much space there.
             let of_parent = only_of.and_then(|parent| used_at.get(parent).copied().flatten());
             image.coalesce_frees_bytes = image.used_bytes.and_then(|used| Some(used.min(of_parent?)));

@@ -166,7 +166,7 @@ impl CreateParams {
     fn check_size(&self) -> Result<()> {
         let size = self.size_bytes;
         if size > MAX_SIZE_BYTES {
-            return Err(invalid(format!("a VHD of {size} bytes is over the format's limit"))
+            return Err(invalid(format!("a VHD of {size} bytes is over the format's limit of 2040 GiB"))
                 .hint("at most 2040 GiB; use --format raw for more"));
         }
         if size == 0 || !size.is_multiple_of(SECTOR_BYTES) {

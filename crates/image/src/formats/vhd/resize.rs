@@ -61,7 +61,7 @@ struct Grown {
 /// Refuses a size that an image of `old_bytes` cannot get.
 pub(super) fn check_size(old_bytes: u64, size_bytes: u64) -> Result<()> {
     if size_bytes > MAX_SIZE_BYTES {
-        let what = format!("a VHD of {size_bytes} bytes is over the format's limit");
+        let what = format!("a VHD of {size_bytes} bytes is over the format's limit of 2040 GiB");
         return Err(
             Error::new(ErrorKind::InvalidInput, what).hint("at most 2040 GiB; convert the disk to raw for more")
         );

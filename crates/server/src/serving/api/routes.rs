@@ -22,8 +22,8 @@ use super::slow::SlowRequests;
 use super::stats::{AllStats, DiskStats};
 use super::trace::{Running, TraceLine};
 use super::types::{
-    Accepted, Attach, Change, DiskDetail, DiskList, Failure, Job, JobChange, JobList, LogLevel, NewBackup, NewExport,
-    NewJob, NewPause, NewSnapshot, Paused, Resume, Resumed, Snapshot,
+    Accepted, Attach, Change, Detached, DiskDetail, DiskList, Failure, Job, JobChange, JobList, LogLevel, NewBackup,
+    NewExport, NewJob, NewPause, NewSnapshot, Paused, Resume, Resumed, Snapshot,
 };
 use super::view::View;
 use super::workers::Workers;
@@ -238,14 +238,22 @@ async fn attach(State(context): State<Context>, body: Body) -> Answer {
     context.disks(StatusCode::CREATED)
 }
 
-/// Serves a disk no more and closes it. Refused while guests or clients are connected to it, unless the query is `force`.
+/// Serves a disk no more and closes it. Refused while guests or clients are connected to it or it has a job, unless the query is `force`.
 #[utoipa::path(delete, path = "/v1/disks/{name}", params(("name", description = "the disk's name"),
-    ("force" = Option<bool>, Query, description = "also when it is in use: its guests and NBD clients are cut off")),
-    responses((status = 200, body = DiskList), (status = "default", body = Failure)))]
+    ("force" = Option<bool>, Query, description = "also when it is in use: its guests and NBD clients are cut off, and its job is ended")),
+    responses((status = 200, body = Detached), (status = "default", body = Failure)))]
 async fn detach(State(context): State<Context>, Path(name): Path<String>, RawQuery(query): RawQuery) -> Answer {
     let force = query.is_some_and(|query| matches!(query.as_str(), "force" | "force=true"));
-    context.ask(Order::Detach { name, force }).await?;
-    context.disks(StatusCode::OK)
+    let is_open = |job: &Job| matches!(job.state.as_str(), "running" | "paused");
+    let jobs =
+        |view: &View| Ok::<_, Error>(view.jobs(&context.server)?.into_iter().filter(|job| job.disk == name).collect());
+    let mut before: Vec<Job> = jobs(&context.view)?;
+    before.retain(is_open);
+    context.ask(Order::Detach { name: name.clone(), force }).await?;
+    let mut ended_jobs: Vec<Job> = jobs(&context.view)?;
+    ended_jobs.retain(|job| job.state != "done" && before.iter().any(|other| other.id == job.id));
+    let DiskList { disks } = context.view.list(&context.server)?;
+    Ok(json(StatusCode::OK, &Detached { disks, ended_jobs }))
 }
 
 /// Changes a disk: makes it longer, which its guests see at once, or changes what is done about trouble below it

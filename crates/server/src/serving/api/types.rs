@@ -16,6 +16,16 @@ pub struct DiskList {
     pub disks: Vec<Disk>,
 }
 
+/// What is left when a disk has been detached.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+pub struct Detached {
+    /// The disks that the server still has.
+    pub disks: Vec<Disk>,
+    /// The jobs of the disk that were under way, and were ended.
+    #[serde(default)]
+    pub ended_jobs: Vec<Job>,
+}
+
 /// A disk that is served.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Disk {

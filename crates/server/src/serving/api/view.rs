@@ -250,12 +250,17 @@ pub struct View {
     groups: Arc<Groups>,
     /// `None` while the server hands over, and once it has ended.
     disks: Mutex<Option<Arc<Vec<DiskView>>>>,
+    /// The jobs of disks that were detached, the oldest first.
+    left_jobs: Mutex<Vec<types::Job>>,
 }
+
+/// So many jobs of disks that were detached are kept.
+const MOST_LEFT_JOBS: usize = 32;
 
 impl View {
     /// Nothing is served yet. `engine` does the I/O, and disks share limits in `groups`.
     pub fn new(engine: Engine, groups: Arc<Groups>) -> Self {
-        Self { engine, groups, disks: Mutex::default() }
+        Self { engine, groups, disks: Mutex::default(), left_jobs: Mutex::default() }
     }
 
     /// From now on callers see these disks. `None`: callers are told to ask again later.
@@ -403,13 +408,29 @@ impl View {
         act(found.ok_or_else(|| no_disk(disks.iter().map(|disk| &disk.name), name))?)
     }
 
-    /// The jobs of all disks.
+    /// Keeps these jobs of the disk `name` at `path`, which is detached, as they are now: for those who look later.
+    pub fn keep_jobs(&self, name: &str, path: &str, jobs: &[Arc<DiskJob>]) {
+        let mut left = self.left_jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        left.retain(|old| !jobs.iter().any(|job| job.id() == old.id));
+        left.extend(jobs.iter().map(|job| job.show(name, path, "")));
+        let most = left.len().saturating_sub(MOST_LEFT_JOBS);
+        left.drain(..most);
+    }
+
+    /// The jobs of disks that were detached.
+    fn left_jobs(&self, server: &str) -> Vec<types::Job> {
+        let left = self.left_jobs.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        left.into_iter().map(|job| types::Job { server: server.to_owned(), ..job }).collect()
+    }
+
+    /// The jobs of all disks, also of those that were detached.
     ///
     /// # Errors
     /// `Shutdown` when the server ends.
     pub fn jobs(&self, server: &str) -> Result<Vec<types::Job>> {
         let disks = self.disks()?;
-        Ok(disks.iter().flat_map(|disk| disk.jobs.list().into_iter().map(|job| disk.show_job(&job, server))).collect())
+        let shown = disks.iter().flat_map(|disk| disk.jobs.list().into_iter().map(|job| disk.show_job(&job, server)));
+        Ok(self.left_jobs(server).into_iter().chain(shown).collect())
     }
 
     /// The job of this name.
@@ -417,7 +438,10 @@ impl View {
     /// # Errors
     /// `NotFound`; `Shutdown` when the server ends.
     pub fn job(&self, server: &str, id: &str) -> Result<types::Job> {
-        self.with_job(id, |disk, job| Ok(disk.show_job(job, server)))
+        match self.left_jobs(server).into_iter().find(|job| job.id == id) {
+            Some(job) => Ok(job),
+            None => self.with_job(id, |disk, job| Ok(disk.show_job(job, server))),
+        }
     }
 
     /// Does what `change` says with the job of this name.
@@ -514,8 +538,11 @@ impl View {
             let job = disk.jobs.list().into_iter().find(|job| job.id() == id)?;
             Some((disk, job))
         });
-        let (disk, job) = found.ok_or_else(|| {
-            Error::new(ErrorKind::NotFound, format!("there is no job {id:?} here")).hint("`spile jobs` lists them")
+        let (disk, job) = found.ok_or_else(|| match self.left_jobs("").into_iter().find(|job| job.id == id) {
+            Some(job) => super::super::jobs::is_over(id, &job.state),
+            None => {
+                Error::new(ErrorKind::NotFound, format!("there is no job {id:?} here")).hint("`spile jobs` lists them")
+            }
         })?;
         act(disk, &job)
     }
