@@ -247,3 +247,89 @@ fn a_snapshot_is_found_by_its_name() {
     fs::write(dir.join("given-mon.raw"), [0; 512]).unwrap();
     assert!(fails(dir, 2, &["delete", "given-mon"]).contains("several images are called"));
 }
+
+#[test]
+fn a_disk_that_is_named_twice_is_told_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "twice.vhd", "--size", "16M"]);
+    let whole = dir.join("twice.vhd").display().to_string();
+    for other in ["twice.vhd", "./twice.vhd", &whole] {
+        assert!(fails(dir, 2, &["snapshot", "twice.vhd", other, "--name", "x"]).contains("is named twice"), "{other}");
+    }
+    assert_eq!(names(dir), ["twice.vhd"]);
+}
+
+#[test]
+fn a_resize_says_what_it_did_and_names_the_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "given-size.vhd", "--size", "16M"]);
+    assert!(
+        ok(dir, &["resize", "given-size.vhd", "32M"]).contains("has 32.0 MiB (33554432 bytes) now, and had 16.0 MiB")
+    );
+    assert!(ok(dir, &["resize", "given-size.vhd", "32M"]).contains("(33554432 bytes) already"));
+    let served = serve(dir, &["given-size.vhd"]);
+    let resized = json(dir, &["resize", "given-size", "48M"]);
+    assert_eq!(
+        (&resized["old_virtual_size_bytes"], &resized["virtual_size_bytes"]),
+        (&(32 << 20).into(), &(48 << 20).into())
+    );
+    let refused = fails(dir, 1, &["resize", "given-size", "32M", "--shrink"]);
+    assert!(refused.contains("\"given-size\" is served") && !refused.contains(".control"), "{refused}");
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn a_move_names_the_place_that_the_user_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    raw(dir, "from.raw", 1);
+    let said = fails(dir, 1, &["move", "from.raw", "--to", "nbd://127.0.0.1:1/x.raw"]);
+    assert!(said.contains("nbd://127.0.0.1:1/x.raw") && !said.contains(".spile-receive"), "{said}");
+    let said = fails(dir, 1, &["move", "from.raw", "--to", "host2:/vm/x.raw"]);
+    assert!(said.contains("nbds://host2/x.raw"), "{said}");
+    // A colon in a name is nothing else.
+    ok(dir, &["migrate", "from.raw", "--to", "a:b.raw"]);
+    let tree = ok(dir, &["tree", "."]);
+    assert!(
+        tree.contains(".from.raw.spile-moved: says where the disk was moved to") && !tree.contains("of work on"),
+        "{tree}"
+    );
+}
+
+#[test]
+fn an_age_below_a_second_is_said_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "aged.vhd", "--size", "16M"]);
+    ok(dir, &["checkpoint", "aged.vhd", "now"]);
+    assert!(!ok(dir, &["checkpoint", "aged.vhd", "--list"]).contains("0.00"));
+}
+
+#[test]
+fn other_programs_names_of_the_verbs_are_known() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "base.vhd", "--size", "16M"]);
+    ok(dir, &["create", "leaf.vhd", "--parent", "base.vhd"]);
+    ok(dir, &["stream", "leaf.vhd"]);
+    ok(dir, &["snapshot", "leaf.vhd", "--name", "x"]);
+    assert!(ok(dir, &["commit", "leaf.vhd", "--layer", "x"]).contains("coalesce is done"));
+    ok(dir, &["mirror", "leaf.vhd", "--to", "there.vhd"]);
+    let help = ok(dir, &["--help"]);
+    assert!(["commit", "stream", "mirror", "migrate"].iter().all(|name| help.contains(name)), "{help}");
+}
+
+#[test]
+fn who_waits_without_a_terminal_sees_how_far_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    raw(dir, "given-slow.raw", 1);
+    let _served = serve(dir, &["given-slow.raw"]);
+    // Longer than the time between two lines.
+    let mut waiting = spile();
+    waiting.args(["backup", "given-slow", "slow.raw", "--rate", "640k", "--wait"]).current_dir(dir);
+    let told = String::from_utf8(waiting.output().unwrap().stderr).unwrap();
+    assert!(told.contains("spile: copying: ") && told.contains("of 8.00 MiB"), "{told}");
+}

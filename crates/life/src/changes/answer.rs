@@ -214,7 +214,8 @@ impl<S: spile_core::Store> State<S> {
             all.set(known.saturating_sub(base).min(count)..count);
             is_unknown |= interval.covered_bytes == 0 || tracked.is_lost();
         }
-        let warning = "the disk was changed in a way that was not seen, or what was known is damaged: everything counts as changed";
+        let warning = "what has changed since is not known: the disk was changed without its checkpoints, by another program or by a command that forgets \
+                       them, or what was noted is damaged or lost; so everything counts as changed";
         all.clear(0..(within.start / block_bytes - base).min(count));
         Changed {
             ranges: ranges(&all, base, block_bytes, disk_bytes),

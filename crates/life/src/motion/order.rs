@@ -6,6 +6,8 @@
 //! Some servers, nbdkit among them, have one export and take any name for it: there every order finds something. So an order that gives no image
 //! finds an export that says who has answered ([`ANSWER`]).
 
+use std::path::Path;
+
 use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreOffset, Via};
 use spile_image::layer::Identity;
 
@@ -82,7 +84,7 @@ pub const ANSWER: &str = "spile receive has done what it was told\n";
 /// # Errors
 /// `NotFound` where there is no `spile receive`; what that says of an order that it refuses; the system's.
 pub(super) async fn give<F: Files>(files: &F, at: &Locator) -> Result<()> {
-    let answer = files.open(at, OpenMode::ReadOnly).await?;
+    let answer = files.open(at, OpenMode::ReadOnly).await.map_err(|error| about_the_disk(error, at))?;
     let bytes = Segments::zeroed(ANSWER_BYTES as usize);
     if answer.len_bytes() == ANSWER_BYTES {
         answer.read_at(StoreOffset(0), &bytes, Via::Direct).await?;
@@ -90,6 +92,31 @@ pub(super) async fn give<F: Files>(files: &F, at: &Locator) -> Result<()> {
     match bytes.to_vec().starts_with(ANSWER.as_bytes()) {
         true => Ok(()),
         false => Err(Error::new(ErrorKind::NotFound, format!("{at}: the server there is no `spile receive`"))),
+    }
+}
+
+/// `error`, which speaks of the export of an order, about the disk's place, which the user knows.
+fn about_the_disk(error: Error, at: &Locator) -> Error {
+    let order = at.to_string();
+    let Some((before, rest)) = order.split_once(PREFIX) else { return error };
+    let (export, query) =
+        rest.split_once('?').map_or((rest, String::new()), |(export, query)| (export, format!("?{query}")));
+    let export = format!("{PREFIX}{export}");
+    let Some((_, name)) = Order::of_export(&export) else { return error };
+    let known = |text: &str| text.replace(&order, &format!("{before}{name}{query}"));
+    let mut told = Error::new(error.kind(), known(error.message()));
+    if let Some(path) = error.path() {
+        told = told.at_path(Path::new(&known(&path.to_string_lossy())));
+    }
+    if let Some(hint) = error.hint_text() {
+        told = told.hint(known(hint));
+    }
+    if error.is_permanent() {
+        told = told.permanent();
+    }
+    match std::error::Error::source(&error) {
+        Some(source) => told.caused_by(known(&source.to_string())),
+        None => told,
     }
 }
 

@@ -158,7 +158,9 @@ fn print_list(list: &CheckpointList) {
     let now_unix_s = OsEnv.now_unix_s();
     for one in &list.checkpoints {
         let age_s = now_unix_s.saturating_sub(one.created_unix_s);
-        table.add_row([printable(&one.name), format_us(age_s as f64 * 1e6), format_size(one.changed_bytes)]);
+        // The moment is known to the second.
+        let age = if age_s == 0 { "under 1 s".to_owned() } else { format_us(age_s as f64 * 1e6) };
+        table.add_row([printable(&one.name), age, format_size(one.changed_bytes)]);
     }
     say(table);
 }

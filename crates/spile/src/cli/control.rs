@@ -131,6 +131,8 @@ pub struct Resized {
     path: String,
     /// Its size now, in bytes.
     virtual_size_bytes: u64,
+    /// Its size before, in bytes.
+    old_virtual_size_bytes: u64,
 }
 
 impl Which {
@@ -352,19 +354,31 @@ pub fn resize(args: &ResizeArgs) -> Result<Exit> {
         found => resize_served(args, found?)?,
     };
     if args.json {
-        print_json(&resized)?;
+        return print_json(&resized).map(|()| Exit::Ok);
+    }
+    let Resized { disk, path, virtual_size_bytes: size, old_virtual_size_bytes: old } = &resized;
+    let (disk, exact) = (printable(disk.as_ref().unwrap_or(path)), format_size(*size));
+    match old == size {
+        true => say(format_args!("{disk}: has {exact} ({size} bytes) already")),
+        false => say(format_args!("{disk}: has {exact} ({size} bytes) now, and had {}", format_size(*old))),
     }
     Ok(Exit::Ok)
 }
 
 fn resize_served(args: &ResizeArgs, (socket, name): (PathBuf, String)) -> Result<Resized> {
     if args.shrink {
-        let error = Error::new(ErrorKind::Busy, "a disk that is served cannot be made shorter");
-        return Err(error.at_path(&socket).hint(format!("detach {name:?} first, or end its server")));
+        let what = format!("the disk {name:?} is served, and only a disk that nobody serves can be made shorter");
+        return Err(Error::new(ErrorKind::Busy, what).hint(format!("detach {name:?} first, or end its server")));
     }
+    let DiskDetail { disk: before, .. } = ask(&socket, "GET", &path_of(&name), LOOK_PATIENCE)?;
     let body = json!({ "virtual_size_bytes": args.size });
     let DiskDetail { disk, .. } = typed(call(&socket, "PATCH", &path_of(&name), Some(&body), CHANGE_PATIENCE)?)?;
-    Ok(Resized { disk: Some(disk.name), path: disk.path, virtual_size_bytes: disk.virtual_size_bytes })
+    Ok(Resized {
+        disk: Some(disk.name),
+        path: disk.path,
+        virtual_size_bytes: disk.virtual_size_bytes,
+        old_virtual_size_bytes: before.virtual_size_bytes,
+    })
 }
 
 /// Resizes a disk that no server has. The image is locked meanwhile, so nobody else has it open.
@@ -408,7 +422,8 @@ fn resize_file(args: &ResizeArgs) -> Result<Resized> {
         let locked = disk.with_layers(disk.handles().to_vec())?;
         disk.resize_unused(size).await?;
         checkpoints.close(&locked).await;
-        Ok(Resized { disk: None, path: locked.handles()[0].path().display().to_string(), virtual_size_bytes: size })
+        let path = locked.handles()[0].path().display().to_string();
+        Ok(Resized { disk: None, path, virtual_size_bytes: size, old_virtual_size_bytes: old })
     })
 }
 

@@ -491,7 +491,7 @@ fn too_short(src_bytes: u64, dst_bytes: u64) -> Error {
 }
 
 /// Copies all of `src` and makes it durable; returns how many bytes of data were written.
-async fn copy(src: &impl Disk, dst: &impl Disk, beneath: Beneath, bar: &indicatif::ProgressBar) -> Result<u64> {
+async fn copy(src: &impl Disk, dst: &impl Disk, beneath: Beneath, bar: &super::Progress) -> Result<u64> {
     let all = Extent::from_range(0..src.info().size_bytes);
     let written = Cell::new(0);
     for_each(Chunks::new(src, all), async |chunk| {
@@ -516,7 +516,7 @@ async fn copy_known(
     src: &impl Disk,
     dst: &impl Disk,
     beneath: Beneath,
-    bar: &indicatif::ProgressBar,
+    bar: &super::Progress,
 ) -> Result<u64> {
     let mut written = 0;
     let each = async |extent: Extent, bytes: Option<Segments>, fits: bool| {

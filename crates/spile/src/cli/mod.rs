@@ -27,6 +27,7 @@ mod move_disk;
 mod onto;
 mod pace;
 mod pause;
+mod progress;
 mod rebase;
 mod receive;
 mod report;
@@ -61,11 +62,13 @@ use serde::Serialize;
 use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_engine::{Config, Engine, EngineKind};
 use spile_image::{Format, OpenOptions};
+use spile_life::names;
 use spile_node::{OnError, Policy};
 use spile_store::CacheMode;
 use utoipa::ToSchema;
 
 use self::ending::Exit;
+use self::progress::{Progress, progress_bar};
 use crate::disks;
 use crate::log::{complain, printable};
 use crate::tuned::ShapeChoice;
@@ -98,8 +101,11 @@ enum Command {
     Attach(control::AttachArgs),
     Detach(control::DetachArgs),
     Resize(control::ResizeArgs),
+    #[command(visible_alias = "commit")]
     Coalesce(coalesce::CoalesceArgs),
+    #[command(visible_alias = "stream")]
     Flatten(coalesce::FlattenArgs),
+    #[command(visible_aliases = ["mirror", "migrate"])]
     Move(move_disk::MoveArgs),
     Receive(Box<receive::ReceiveArgs>),
     Jobs(jobs::JobsArgs),
@@ -209,7 +215,7 @@ pub fn run() -> ExitCode {
     match result {
         Ok(exit) => exit.into(),
         Err(error) => {
-            let error = with_way_out(served::explained(error), &cli.command);
+            let error = with_folder(with_way_out(served::explained(error), &cli.command));
             format.complain(&error);
             // As in cmp and qemu-img, 1 says that the disks were compared and differ.
             if matches!(cli.command, Command::Compare(_)) { 2.into() } else { ending::failure(&error) }
@@ -228,6 +234,16 @@ fn with_way_out(error: Error, command: &Command) -> Error {
         _ => return error,
     };
     error.hint(format!("{state}; free some space and say it again: `spile tree` shows what takes it"))
+}
+
+/// The error that one of Spile's own files beside a disk may not be made or changed, with what the user can do about it.
+fn with_folder(error: Error) -> Error {
+    let is_refused = matches!(error.kind(), ErrorKind::Denied | ErrorKind::ReadOnly) && error.hint_text().is_none();
+    let folder = error.path().filter(|path| is_refused && names::disk_of(path).is_some()).and_then(Path::parent);
+    let Some(folder) = folder.map(|folder| folder.display().to_string()) else { return error };
+    error.hint(format!(
+        "Spile keeps a file of its own beside a disk while it changes it: the folder {folder} must be writable, for the disk's server where that does the work"
+    ))
 }
 
 /// How an existing disk is opened.
@@ -433,10 +449,18 @@ fn print_text(value: &impl Serialize) -> Result<()> {
     Ok(())
 }
 
-/// A progress bar over `total_bytes` on stderr, with the time that is left; hidden where that is no terminal.
-fn progress_bar(total_bytes: u64, what: &'static str) -> indicatif::ProgressBar {
-    let template = "{msg} {wide_bar} {binary_bytes} of {binary_total_bytes} {binary_bytes_per_sec}, {eta} left";
-    let style =
-        indicatif::ProgressStyle::with_template(template).unwrap_or_else(|_| indicatif::ProgressStyle::default_bar());
-    indicatif::ProgressBar::new(total_bytes).with_style(style).with_message(what)
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hidden_file_that_may_not_be_made_leads_to_the_folder() {
+        let denied = |path: &str| Error::new(ErrorKind::Denied, "create: Permission denied").at_path(Path::new(path));
+        for file in [".d.vhd.spile-new", ".d.vhd.spile-changes", ".d.vhd.spile-job"] {
+            let error = with_folder(denied(&format!("/vm/{file}")));
+            assert!(error.hint_text().is_some_and(|hint| hint.contains("the folder /vm must be writable")), "{error}");
+        }
+        assert!(with_folder(denied("/vm/d.vhd")).hint_text().is_none());
+        assert_eq!(with_folder(denied("/vm/.d.vhd.spile-new").hint("x")).hint_text(), Some("x"));
+    }
 }

@@ -48,6 +48,7 @@ pub struct MoveArgs {
 pub fn run(args: &MoveArgs) -> Result<Exit> {
     let to = match crate::disks::locate(&args.to)? {
         Locator::Path(path) => {
+            refuse_host(&path)?;
             text(&std::path::absolute(&path).map_err(|e| Error::io("cannot be found", e).at_path(&path))?)?
         }
         other => other.to_string(),
@@ -59,6 +60,22 @@ pub fn run(args: &MoveArgs) -> Result<Exit> {
         &args.on,
         NewJob { kind, to, to_format, delete_source, mirror_only, leave_unmarked, ..NewJob::default() },
     )
+}
+
+/// Refuses what scp would take for a file of another host.
+fn refuse_host(to: &Path) -> Result<()> {
+    let text = to.to_string_lossy();
+    let Some((host, file)) = text.split_once(':').filter(|(host, _)| !host.is_empty() && !host.contains('/')) else {
+        return Ok(());
+    };
+    if to.parent().is_none_or(|folder| folder == Path::new("") || folder.exists()) {
+        return Ok(());
+    }
+    let what = format!("there is no folder {:?} here, and another host is not named so", format!("{host}:"));
+    let name = Path::new(file).file_name().unwrap_or_default().to_string_lossy();
+    let name = if name.is_empty() { "NAME".into() } else { name };
+    let hint = format!("another host runs `spile receive`, and the place there is nbds://{host}/{name}");
+    Err(Error::new(ErrorKind::NotFound, what).at_path(to).hint(hint))
 }
 
 fn text(path: &Path) -> Result<String> {

@@ -22,6 +22,7 @@ use utoipa::ToSchema;
 
 use super::control::path_of;
 use super::create::{Child, check_new_name, check_place};
+use super::revert::is_same_file;
 use super::{Exit, ParentArgs, existing, on_engine, parse_format, print_json, printable, say};
 use crate::disks;
 use crate::units::format_us;
@@ -149,6 +150,12 @@ struct Offline {
 type Ready = (Made<HostStore>, Graph<HostStore>, Checkpoints);
 
 fn offline(paths: &[PathBuf], name: &str, format: Option<Format>, parents: &ParentArgs) -> Result<Snapshot> {
+    for (number, path) in paths.iter().enumerate() {
+        if paths[..number].iter().any(|other| is_same_file(other, path)) {
+            let what = format!("the disk {} is named twice", path.display());
+            return Err(Error::new(ErrorKind::InvalidInput, what));
+        }
+    }
     let options = OpenOptions { read_only: false, ..parents.read_only(format) };
     let named = |path: &PathBuf| {
         let at = existing(path)?;

@@ -52,7 +52,7 @@ pub fn into_file(file: &File) -> Result<(u64, u64)> {
 ///
 /// # Errors
 /// `NoSpace` when there are more bytes than the disk has; the disk's.
-pub async fn into_disk(dst: &impl Disk, beneath: Beneath, bar: &indicatif::ProgressBar) -> Result<u64> {
+pub async fn into_disk(dst: &impl Disk, beneath: Beneath, bar: &super::Progress) -> Result<u64> {
     let (mut input, mut buffer) = (stdin().lock(), vec![0; CHUNK_BYTES as usize]);
     let (size, mut at, mut written) = (dst.info().size_bytes, 0, 0);
     loop {

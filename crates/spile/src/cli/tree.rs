@@ -116,10 +116,15 @@ pub fn run(args: &TreeArgs) -> Result<Exit> {
     tree.images.iter().for_each(|image| say(line(image)));
     for Beside { path, disk_path } in &tree.beside {
         let name = |path: &str| printable(&Path::new(path).file_name().unwrap_or_default().to_string_lossy());
-        let what =
-            if names::changes(Path::new(disk_path)) == Path::new(path) { "the checkpoints" } else { "of work on" };
-        let of = if what == "of work on" { "" } else { " of" };
-        say(format_args!("{}: {what}{of} {}", name(path), name(disk_path)));
+        let what = match Path::new(path) {
+            file if file == names::changes(Path::new(disk_path)) => "the checkpoints of",
+            file if file == names::moved(Path::new(disk_path)) => "says where the disk was moved to that was here as",
+            file if file == names::came(Path::new(disk_path)) || file == names::left(Path::new(disk_path)) => {
+                "says what the way back needs to know, of"
+            }
+            _ => "of work on",
+        };
+        say(format_args!("{}: {what} {}", name(path), name(disk_path)));
     }
     Ok(Exit::Ok)
 }
