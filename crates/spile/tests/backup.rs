@@ -105,7 +105,7 @@ fn what_cannot_be_is_refused_before_anything_is_made() {
 }
 
 #[test]
-fn a_disk_has_one_job_and_a_backup_that_is_cancelled_leaves_nothing() {
+fn a_disk_has_one_backup_at_a_time_and_one_that_is_cancelled_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     raw(dir, "busy.raw", 1);
@@ -133,6 +133,53 @@ fn a_disk_has_one_job_and_a_backup_that_is_cancelled_leaves_nothing() {
 }
 
 /// The bytes of a backup.
+/// A backup that takes all night keeps a disk neither from its snapshots, nor from a merge, nor from growing; and copies what the disk held.
+#[test]
+fn a_disk_changes_its_images_while_it_is_backed_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "d.vhd", "--size", "8M"]);
+    let served = serve(dir, &["d.vhd"]);
+    let client = Client::connect(&served.uri()).unwrap();
+    let write = |at: u64, byte: u8| client.write(at, &vec![byte; 1 << 20], true).unwrap();
+    (0..4).for_each(|mib| write(mib << 20, 1));
+    ok(dir, &["snapshot", "d", "--name", "before"]);
+    (1..3).for_each(|mib| write(mib << 20, 2));
+    let held = [1, 2, 2, 1, 0, 0, 0, 0].map(|byte| vec![byte; 1 << 20]).concat();
+    let made = json(dir, &["backup", "d", "b.raw", "--rate", "64k"]);
+    let id = made["jobs"][0]["id"].as_str().unwrap();
+    (3..5).for_each(|mib| write(mib << 20, 3));
+    ok(dir, &["snapshot", "d", "--name", "meanwhile"]);
+    write(0, 4);
+    ok(dir, &["coalesce", "d", "--layer", "meanwhile", "--wait"]);
+    ok(dir, &["coalesce", "d", "--wait"]);
+    ok(dir, &["resize", "d", "9M"]);
+    let busy = fails(dir, 1, &["move", "d", "--to", "elsewhere.vhd"]);
+    assert!(busy.contains("has a job already") && busy.contains("a backup"), "{busy}");
+    assert_eq!(state_of(dir, id)["state"], "running", "it was to be slow");
+    ok(dir, &["job", id, "rate", "none"]);
+    eventually("the backup is done", || state_of(dir, id)["state"] == "done");
+    ok(dir, &["verify", "b.raw"]);
+    assert!(fs::read(dir.join("b.raw")).unwrap() == held, "the backup is not what the disk held");
+    // Nor does a merge keep a backup from beginning.
+    ok(dir, &["snapshot", "d", "--name", "last"]);
+    write(5 << 20, 5);
+    let merge = json(dir, &["coalesce", "d", "--rate", "64k"]);
+    ok(dir, &["backup", "d", "second.raw", "--wait"]);
+    let now = [4, 2, 2, 3, 3, 5, 0, 0, 0].map(|byte| vec![byte; 1 << 20]).concat();
+    assert!(fs::read(dir.join("second.raw")).unwrap() == now);
+    let id = merge["id"].as_str().unwrap();
+    ok(dir, &["job", id, "cancel"]);
+    eventually("the merge is cancelled", || state_of(dir, id)["state"] == "cancelled");
+    // Both end with the server.
+    ok(dir, &["coalesce", "d", "--rate", "64k"]);
+    ok(dir, &["backup", "d", "third.raw", "--rate", "64k"]);
+    assert!(served.terminate().success());
+    assert_eq!(names(dir).iter().filter(|name| name.contains("third")).count(), 0, "{:?}", names(dir));
+    ok(dir, &["convert", "d.vhd", "now.raw"]);
+    assert!(fs::read(dir.join("now.raw")).unwrap() == now);
+}
+
 fn bytes_of(dir: &Path, backup: &str) -> Vec<u8> {
     assert_eq!(json(dir, &["verify", backup])["is_right"], true, "{backup}");
     ok(dir, &["restore", backup, "restored.raw"]);

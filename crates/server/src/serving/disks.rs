@@ -530,10 +530,10 @@ pub fn close(engine: &Engine, disks: Vec<Open>, mut result: Result<()>) -> Resul
     // All are told before one is waited for.
     let stopped: Vec<_> = disks.iter().map(|open| open.jobs.stop()).collect();
     let files: Vec<_> = disks.iter().flat_map(files).collect();
-    let begin = |(open, job): (Open, Option<Arc<DiskJob>>)| {
+    let begin = |(open, jobs): (Open, Vec<Arc<DiskJob>>)| {
         let (disk, checkpoints, (sender, closed)) = (open.disk, open.checkpoints, mpsc::channel());
         engine.spawn_on(0, move || async move {
-            if let Some(job) = job {
+            for job in jobs {
                 job.job().over().await;
             }
             let graph = disk.graph().await;

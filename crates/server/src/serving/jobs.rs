@@ -69,6 +69,16 @@ pub enum What {
 }
 
 impl What {
+    /// It reads the disk, whatever becomes of its images meanwhile: a backup goes together with what changes them.
+    fn only_reads(&self) -> bool {
+        matches!(self, Self::Backup(_))
+    }
+
+    /// It changes the disk's images, and the disk stays where it is: a backup can begin meanwhile.
+    fn stays_here(&self) -> bool {
+        !matches!(self, Self::Backup(_) | Self::Images(Plan::Move(_)))
+    }
+
     /// Its name in JSON and in tables.
     pub fn kind(&self) -> &'static str {
         match self {
@@ -98,21 +108,30 @@ struct State {
 }
 
 impl State {
-    /// Refuses a change of the images while there is another one.
-    fn check_free(&self) -> Result<()> {
+    /// Refuses a change of the images while there is another one, and a job that does not go together with one that is under way.
+    fn check_free(&self, goes_with: fn(&What) -> bool) -> Result<()> {
         if let Some(what) = self.held_for {
             return Err(Error::new(ErrorKind::Busy, format!("the disk has {what}")).hint("try again when it has ended"));
         }
-        let Some(other) = self.jobs.iter().find(|job| !job.job.state().is_over()) else { return Ok(()) };
+        let Some(other) = self.open().find(|job| !goes_with(&job.what)) else { return Ok(()) };
         let what = format!("the disk has a job already, {}: a {}", other.id, other.what.kind());
         Err(Error::new(ErrorKind::Busy, what).hint(format!("wait for it, or `spile job {} cancel`", other.id)))
+    }
+
+    /// The jobs that are not over.
+    fn open(&self) -> impl Iterator<Item = &Arc<DiskJob>> {
+        self.jobs.iter().filter(|job| !job.job.state().is_over())
     }
 
     fn add(&mut self, new: Arc<DiskJob>) -> Result<()> {
         if self.is_closed {
             return Err(Error::new(ErrorKind::Shutdown, "the disk is closed"));
         }
-        self.check_free()?;
+        self.check_free(match &new.what {
+            What::Backup(_) => What::stays_here,
+            What::Images(Plan::Move(_)) => |_| false,
+            What::Images(_) => What::only_reads,
+        })?;
         let most = self.jobs.len().saturating_sub(KEPT - 1);
         self.jobs.drain(..most);
         self.jobs.push(new);
@@ -219,15 +238,7 @@ impl DiskJobs {
     /// # Errors
     /// `Busy` while the disk is moved, or something else changes its images.
     pub fn hold_for_resize(self: &Arc<Self>) -> Result<Held> {
-        let mut state = self.state();
-        let is_moving =
-            |job: &&Arc<DiskJob>| matches!(job.what, What::Images(Plan::Move(_))) && !job.job.state().is_over();
-        if state.held_for.is_some() || state.jobs.iter().any(|job| is_moving(&job)) {
-            state.check_free()?;
-        }
-        state.held_for = Some("a resize");
-        drop(state);
-        Ok(Held::of(self))
+        self.hold_beside("a resize", |what| !matches!(what, What::Images(Plan::Move(_))))
     }
 
     /// From now on `events` hears when a job has changed the images of this disk, which is called `name`.
@@ -334,27 +345,38 @@ impl DiskJobs {
         self.state().add(new)
     }
 
-    /// Keeps jobs away while something else changes the disk's images: `what`, as in "a snapshot".
+    /// Keeps jobs away while the disk gets a snapshot. A backup that is under way goes on.
     ///
     /// # Errors
-    /// `Busy` while the disk has a job.
-    pub fn hold(self: &Arc<Self>, what: &'static str) -> Result<Held> {
+    /// `Busy` while the disk has a job that changes its images, or something else does.
+    pub fn hold_for_snapshot(self: &Arc<Self>) -> Result<Held> {
+        self.hold_beside("a snapshot", What::only_reads)
+    }
+
+    /// Keeps jobs away while the disk is paused.
+    ///
+    /// # Errors
+    /// `Busy` while the disk has a job, or something else changes its images.
+    pub fn hold_for_pause(self: &Arc<Self>) -> Result<Held> {
+        self.hold_beside("a pause", |_| false)
+    }
+
+    fn hold_beside(self: &Arc<Self>, what: &'static str, goes_with: fn(&What) -> bool) -> Result<Held> {
         let mut state = self.state();
-        state.check_free()?;
+        state.check_free(goes_with)?;
         state.held_for = Some(what);
         drop(state);
         Ok(Held::of(self))
     }
 
-    /// Has the job that is under way end at its next piece. No other begins. The next server goes on with it. What is returned is that job.
-    pub fn stop(&self) -> Option<Arc<DiskJob>> {
+    /// Has the jobs that are under way end at their next pieces. No other begins. The next server goes on with what can go on. What is returned are
+    /// those jobs.
+    pub fn stop(&self) -> Vec<Arc<DiskJob>> {
         let mut state = self.state();
         state.is_closed = true;
-        let running = state.jobs.iter().find(|job| !job.job.state().is_over()).cloned();
+        let running: Vec<_> = state.open().cloned().collect();
         drop(state);
-        if let Some(job) = &running {
-            job.job.stop();
-        }
+        running.iter().for_each(|job| job.job.stop());
         running
     }
 }
@@ -490,7 +512,7 @@ pub fn stop_within<'a>(
     bound: Duration,
 ) -> Result<()> {
     let end = Instant::now() + bound;
-    let running: Vec<_> = disks.into_iter().filter_map(|jobs| jobs.stop()).collect();
+    let running: Vec<_> = disks.into_iter().flat_map(|jobs| jobs.stop()).collect();
     let over = |job: Arc<DiskJob>| {
         let (sender, over) = mpsc::channel::<()>();
         engine.spawn_on(0, move || async move {

@@ -73,7 +73,7 @@ impl Server {
             let names: Vec<_> = subjects.iter().map(|subject| subject.name.clone()).collect();
             let claims = self.claims.take(&names, "a snapshot")?.split();
             let held: Vec<Held> =
-                names.iter().map(|name| self.named(name)?.jobs.hold("a snapshot")).collect::<Result<_>>()?;
+                names.iter().map(|name| self.named(name)?.jobs.hold_for_snapshot()).collect::<Result<_>>()?;
             Ok((subjects, claims.into_iter().zip(held).collect::<Vec<_>>()))
         });
         let (subjects, claims) = match begun {

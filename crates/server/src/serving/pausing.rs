@@ -175,7 +175,7 @@ impl Server {
         let PauseCall { name, at_most, reply } = call;
         let begun = self.named(&name).and_then(|open| {
             let claim = self.claims.take(std::slice::from_ref(&open.name), "a pause")?;
-            let held = open.jobs.hold("a pause")?;
+            let held = open.jobs.hold_for_pause()?;
             Ok((open.disk.clone(), open.pausing.clone(), (claim, held)))
         });
         match begun {
