@@ -217,7 +217,7 @@ impl DiskJobs {
     /// `Busy`, naming the job.
     pub fn refuse_detach(&self, name: &str) -> Result<()> {
         let state = self.state();
-        let Some(job) = state.jobs.iter().find(|job| !job.job.state().is_over()) else { return Ok(()) };
+        let Some(job) = state.open().next() else { return Ok(()) };
         let what = format!("the disk {name:?} has a job, {}: a {}", job.id, job.what.kind());
         Err(Error::new(ErrorKind::Busy, what)
             .hint(format!("wait for it, or `spile job {} cancel`; --force ends it with the disk", job.id)))
