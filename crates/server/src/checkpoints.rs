@@ -164,6 +164,7 @@ impl Checkpoints {
         let is_usable = |changes: &&Arc<_>| !Changes::loss(changes).is_some_and(|loss: &Loss| loss.is_removed);
         let changes = match slot.as_ref().filter(is_usable) {
             Some(changes) => {
+                refuse_elsewhere(changes, disk).await?;
                 check_grain(changes.names().await.1, block_bytes)?;
                 changes.clone()
             }
@@ -513,6 +514,16 @@ pub async fn forget(graph: &Graph<HostStore>, no_lock: bool) -> Result<()> {
 /// True when the file of changed blocks lies beside the disk's image: a disk that was moved has left it behind.
 fn is_beside(changes: &Changes<OsFiles>, graph: &Graph<HostStore>) -> bool {
     changes.store().path() == names::changes(&path_to_be(graph.handles()[0].path()))
+}
+
+/// Refuses to make a checkpoint of a disk that has been handed over to another place, beside which nobody would find it.
+async fn refuse_elsewhere(changes: &Changes<OsFiles>, disk: &Disk) -> Result<()> {
+    let graph = disk.graph().await;
+    if is_beside(changes, &graph) {
+        return Ok(());
+    }
+    let error = Error::new(ErrorKind::Unsupported, "the disk is on another host now, and its checkpoints are there");
+    Err(error.at_path(&path_of(&graph)).hint("end this server, and make the checkpoint on that host"))
 }
 
 /// The path of the disk that the image at `path` is, or is to be: the file of changed blocks of a half lies beside the name that it gets.

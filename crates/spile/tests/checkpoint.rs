@@ -482,6 +482,21 @@ fn with_the_last_checkpoint_the_file_goes() {
 }
 
 #[test]
+fn a_file_that_has_come_in_the_place_of_the_checkpoints_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    offline(dir, "p.raw");
+    let served = serve(dir, &["p.raw"]);
+    let side = dir.join(".p.raw.spile-changes");
+    // As when the disk was moved away and has come back.
+    fs::write(dir.join("other"), "of another disk").unwrap();
+    fs::rename(dir.join("other"), &side).unwrap();
+    ok(dir, &["checkpoint", "p", "a", "--remove"]);
+    assert!(served.terminate().success());
+    assert_eq!(fs::read(&side).expect("it is there"), b"of another disk");
+}
+
+#[test]
 fn a_list_says_of_each_checkpoint_what_has_changed_since() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();

@@ -3,13 +3,15 @@
 mod common;
 
 use std::fs;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use common::moves::{full, job, let_go, receive_in, to_host};
 use common::nbd::Client;
-use common::{Served, eventually, fails, have, json, ok, spile};
+use common::{Running, Served, eventually, fails, have, json, ok, spile};
 use spile_core::ErrorKind;
 
 const MIB: usize = 1 << 20;
@@ -258,19 +260,25 @@ fn an_old_image_is_taken_by_its_own_move_only_and_only_as_it_was_left() {
     std::os::unix::fs::symlink(&aside, &image).unwrap();
     assert!(!back(&id, of, 48 * MIB) && aside.exists());
     fs::rename(&aside, &image).unwrap();
+    // Nobody would be told of a link that leads nowhere before the end of the move.
+    std::os::unix::fs::symlink("nowhere", dir.join(world.disk("old"))).unwrap();
+    assert!(!back(&id, of, 48 * MIB));
+    fs::remove_file(dir.join(world.disk("old"))).unwrap();
     assert!(image.exists() && !half.exists());
     // The answer is not heard, and the host is killed.
     assert!(back(&id, of, 48 * MIB) && !image.exists() && half.exists());
-    assert!(back(&id, of, 48 * MIB) && !back(&other, of, 48 * MIB));
+    assert!(back(&id, of, 48 * MIB) && back(&id, of, 48 * MIB));
     old.kill();
     let old = receive_in(dir, "old");
     // The kernel may still have connected to the one that was killed.
     eventually("it is obeyed again", || back(&id, of, 48 * MIB));
-    assert!(!back(&other, of, 48 * MIB));
+    // The next move back finds it, as long as nobody has written to it, and the one before does not any more.
+    assert!(back(&other, of, 48 * MIB) && !is_obeyed(dir, "old", &format!("hand-over/{id}/back-hand.raw")));
+    assert!(back(&id, of, 48 * MIB) && !is_obeyed(dir, "old", &format!("hand-over/{other}/back-hand.raw")));
     // What was taken is not as it was left any more once somebody has written to it.
     let bytes = fs::read(&half).unwrap();
     fs::write(&half, &bytes).unwrap();
-    assert!(!back(&id, of, 48 * MIB));
+    assert!(!back(&id, of, 48 * MIB) && !back(&other, of, 48 * MIB));
     assert!(is_obeyed(dir, "old", &format!("begin/{id}/{}/back-hand.raw", 48 * MIB)) && half.exists());
     assert!(!is_obeyed(dir, "old", &format!("drop/{id}/back-hand.raw")) && !half.exists());
     assert!(!back(&id, of, 48 * MIB));
@@ -429,12 +437,52 @@ fn an_old_image_that_gets_its_name_back_does_not_believe_what_was_noted_after_th
     fs::create_dir(dir.join("there/.back-name.raw.spile-moved")).unwrap();
     eventually("it waits for its name", || job(&dir, "back-name")["motion"]["phase"] == "naming");
     world.write(&served, 7 * MIB);
-    ok(&dir, &["checkpoint", "back-name", "y"]);
+    let said = fails(&dir, 1, &["checkpoint", "back-name", "y"]);
+    assert!(said.contains("the disk is on another host now"), "{said}");
+    assert_eq!(json(&dir, &["checkpoint", "back-name", "--list"])["checkpoints"].as_array().unwrap().len(), 1);
     served.kill();
     assert!(there.terminate().success());
     fs::rename(dir.join("old/back-name.moved.raw"), dir.join("old/back-name.raw")).unwrap();
     let_go(&dir, "old/back-name.raw");
-    let said = json(&dir, &["changed", "old/back-name.raw", "--since", "y"]);
+    let said = json(&dir, &["changed", "old/back-name.raw", "--since", "x"]);
     assert!(said["warning"].is_string(), "{said}");
     assert!(old.terminate().success());
+}
+
+#[test]
+fn a_host_that_says_neither_yes_nor_no_is_asked_again() {
+    let (mut world, old, there) = World::new("back-mute");
+    let served = serve(world.dir(), &world.disk("old"));
+    world.go(served, "there");
+    old.kill();
+    let dir = world.dir();
+    fs::remove_file(dir.join("old.nbd")).unwrap();
+    let (asked, is_over) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+    let (count, over, socket) = (asked.clone(), is_over.clone(), UnixListener::bind(dir.join("old.nbd")).unwrap());
+    let mute = std::thread::spawn(move || {
+        // It hangs up at once.
+        while !over.load(Ordering::SeqCst) {
+            drop(socket.accept().unwrap());
+            count.fetch_add(1, Ordering::SeqCst);
+        }
+    });
+    let mut command = spile();
+    command.args(["move", &world.disk("there"), "--to", &to(dir, "old", world.name), "--json"]).current_dir(dir);
+    let mut moving = Running::start(&mut command, dir);
+    eventually("it is asked again", || asked.load(Ordering::SeqCst) > 2 || moving.has_ended().is_some());
+    is_over.store(true, Ordering::SeqCst);
+    let _ = UnixStream::connect(dir.join("old.nbd"));
+    mute.join().unwrap();
+    fs::remove_file(dir.join("old.nbd")).unwrap();
+    let old = receive_in(dir, "old");
+    let mut said = None;
+    eventually("it is over", || {
+        said = moving.has_ended();
+        said.is_some()
+    });
+    let said = said.unwrap();
+    let moved: serde_json::Value = serde_json::from_str(&said[said.find('{').expect(&said)..]).expect(&said);
+    assert!(moved["done_bytes"].as_u64().expect(&said) <= 5 * BLOCK, "{moved}");
+    world.assert_is_in("old");
+    assert!(old.terminate().success() && there.terminate().success());
 }

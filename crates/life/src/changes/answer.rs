@@ -183,7 +183,7 @@ impl<F: Files + Clone> Changes<F> {
                 settled
             }
             true if state.is_damaged => Ok(()),
-            true => self.around.files.remove(&self.path).await,
+            true => self.remove_own().await,
         }
     }
 
@@ -196,7 +196,15 @@ impl<F: Files + Clone> Changes<F> {
         if self.is_read_only || self.giving.loss().is_some() {
             return Ok(());
         }
-        self.around.files.remove(&self.path).await
+        self.remove_own().await
+    }
+
+    /// Removes the file. What is at its path may be that of another disk by now, or of this one, which has come back.
+    async fn remove_own(&self) -> Result<()> {
+        match self.around.files.is_at(&self.store, &self.path).await? {
+            true => self.around.files.remove(&self.path).await,
+            false => Ok(()),
+        }
     }
 }
 

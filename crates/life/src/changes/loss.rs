@@ -37,9 +37,11 @@ pub(super) struct Giving {
 impl Giving {
     pub fn new<F: Files + Clone>(around: &Surroundings<F>, path: &Path, store: Arc<F::Store>) -> Self {
         let (files, at) = (around.files.clone(), path.to_owned());
+        let own = store.clone();
         let remove: Act = Box::new(move || {
-            let (files, at) = (files.clone(), at.clone());
-            Box::pin(async move { files.remove(&at).await })
+            let (files, at, own) = (files.clone(), at.clone(), own.clone());
+            // The file of another disk may be there by now.
+            Box::pin(async move { if files.is_at(&own, &at).await? { files.remove(&at).await } else { Ok(()) } })
         });
         let wipe: Act = Box::new(move || {
             let store = store.clone();

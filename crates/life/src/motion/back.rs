@@ -5,16 +5,20 @@
 //! on it is half an image like any other, under a hidden name: the disk is where it is until the hand-over.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 
-use spile_core::{ErrorKind, Files, Locator, OpenMode, Result};
+use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result};
 use spile_image::layer::Identity;
 use spile_image::{Broken, Format};
 
 use super::note::is_free;
 use super::order::{self, Order};
+use super::pauses::Pauses;
 use super::place::{Place, name_of_half, remove_half};
 use super::progress::{MARK, Progress, forget_marks};
 use super::received::Received;
+use super::status::Status;
 use super::{Move, old_image};
 use crate::jobs::Plan;
 use crate::jobs::note::{Copied, Note, There, from_hex, read_text, text_of, to_hex, write_text};
@@ -147,16 +151,42 @@ impl Left {
     }
 }
 
+/// For so long a host is asked that says neither yes nor no.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Gives `order`, which is [`Order::Back`], until the answer is known: whether the old image is the half of this move now.
+///
+/// # Errors
+/// `TimedOut` when the other host says neither; `Shutdown` when the job is told to end.
+async fn is_given_back<F: Files>(work: &Work<'_, F>, order: &Locator, status: &Arc<Status>) -> Result<bool> {
+    let (pauses, begun_ns) = (Pauses::new(), work.timer.now_ns());
+    loop {
+        let error = match order::give(work.files, order).await {
+            Ok(()) => return Ok(true),
+            Err(error) if order::is_no(&error) => return Ok(false),
+            Err(error) => error,
+        };
+        if work.timer.now_ns().saturating_sub(begun_ns) > PATIENCE.as_nanos() as u64 {
+            let what = "the other host does not say whether the old image that the disk has left there can be used";
+            let hint = "nothing is lost: begin the move again when that host answers";
+            return Err(Error::new(ErrorKind::TimedOut, what).caused_by(error).hint(hint));
+        }
+        work.job.set_status(status.clone());
+        status.note_failure(error.to_string());
+        pauses.pass(work).await?;
+    }
+}
+
 /// As [`take_old_image`], of a disk that goes back to the host that it has come from: that host is asked whether the old image is as it was left.
 ///
 /// # Errors
-/// The system's.
+/// `TimedOut` when that host does not answer; the system's.
 pub(super) async fn take_there<F: Files>(
     work: &Work<'_, F>,
     plan: &Move,
     place: &mut Place,
     size_bytes: u64,
-    progress: &Progress,
+    (progress, status): (&Progress, &Arc<Status>),
 ) -> Result<Option<Copied>> {
     let (Some(id), Some(marks), Format::Raw, false) = (plan.id, work.marks, plan.format, plan.stays) else {
         return Ok(None);
@@ -167,9 +197,13 @@ pub(super) async fn take_there<F: Files>(
             continue;
         }
         let Some(order) = (Order::Back { id, of, size_bytes }).locator(&plan.to) else { return Ok(None) };
-        // It may be obeyed, and the answer lost: the old image is a half of this move then, which is dropped when that fails, or filled from its begin.
+        // While the answer is not known, that host is told nothing more: what it has taken up, and nobody has written to, the next move back finds.
+        if !is_given_back(work, &order, status).await? {
+            continue;
+        }
+        // From now on that is a half of this move, which is dropped when the move fails, or filled from its begin.
         place.be_taken_in(id);
-        if order::give(work.files, &order).await.is_err() || marks.rename(&name, MARK).await.is_err() {
+        if marks.rename(&name, MARK).await.is_err() {
             continue;
         }
         // In this order: a note that says what is copied says, too, that only `spile receive` has it; and it finds marks that are these.

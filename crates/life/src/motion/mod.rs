@@ -52,7 +52,7 @@ pub use back::{CameFrom, forget_what_is_over};
 use copier::{Copier, Failure, Over};
 use mirror::Mirror;
 pub use note::{Moved, take_back};
-pub use order::{ANSWER, ANSWER_BYTES, Order, is_name};
+pub use order::{ANSWER, ANSWER_BYTES, Order, is_name, not_now};
 use pauses::Pauses;
 use place::Place;
 use progress::Progress;
@@ -201,7 +201,7 @@ async fn open_place<F: Files>(
 ) -> Result<GraphOf<F>> {
     let left = match (progress.left(work).await?, &place.disk) {
         (None, Some(disk)) => match &plan.to {
-            Locator::Nbd(_) => back::take_there(work, plan, place, source.size_bytes(), progress).await?,
+            Locator::Nbd(_) => back::take_there(work, plan, place, source.size_bytes(), (progress, status)).await?,
             _ => back::take_old_image(work, disk, plan, source.size_bytes(), progress).await?,
         },
         (left, _) => left,

@@ -120,6 +120,24 @@ fn about_the_disk(error: Error, at: &Locator) -> Error {
     }
 }
 
+/// Said first by a host that cannot tell yet whether it obeys.
+const NOT_NOW: &str = "not now";
+
+/// What the other host is told of an order that has failed with `error`: that it may be given again, unless it is refused. Only the message goes there.
+pub fn not_now(error: Error) -> Error {
+    match is_no(&error) {
+        true => error,
+        false => Error::new(error.kind(), format!("{NOT_NOW}: {}", error.message())),
+    }
+}
+
+/// True when `error` says that an order is refused. Else nobody knows whether it was obeyed.
+pub(super) fn is_no(error: &Error) -> bool {
+    use ErrorKind::{Denied, Exists, InvalidInput, NotFound, Unsupported};
+    let is_refusal = matches!(error.kind(), Denied | Exists | InvalidInput | NotFound | Unsupported);
+    is_refusal && !error.message().contains(NOT_NOW)
+}
+
 /// Orders begin so. No disk is called so: a name has no `/`.
 const PREFIX: &str = ".spile-receive/";
 

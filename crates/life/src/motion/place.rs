@@ -208,6 +208,12 @@ impl Place {
         self.moved.finish = self.order(|id| Order::Finish { id });
     }
 
+    /// Nobody knows whether the other host takes this disk in: it is told nothing.
+    pub fn be_unknown(&mut self) {
+        self.taken_in.set(None);
+        self.moved.finish = None;
+    }
+
     /// Makes a new image, as large as the disk of `source`, and opens it. What an earlier move has left there goes.
     ///
     /// # Errors
@@ -250,8 +256,7 @@ impl Place {
                 Err(error.hint("start `spile receive` there again, and move the disk anew"))
             }
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                self.taken_in.set(None);
-                self.moved.finish = None;
+                self.be_unknown();
                 self.open(work, source).await
             }
             begun => {

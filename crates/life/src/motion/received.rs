@@ -189,12 +189,13 @@ impl<F: Files> Receiver<'_, F> {
         self.make(&disk, id, size_bytes, format).await
     }
 
-    /// The old image that the disk has left here by the move `of`, as the half of the move `id`, by which it comes back. `look` tells what files look like from outside,
+    /// The old image that the disk has left here by the move `of`, as the half of the move `id`, by which it comes back. It may be the half of another move
+    /// back that has never written to it: that one has not heard the answer, and was given up. `look` tells what files look like from outside,
     /// as [`Marks::look`](crate::Marks::look).
     ///
     /// # Errors
-    /// `NotFound` when there is none; `Denied` when it, or a parent of it, was written to or replaced since; `Exists` when the disk's name is taken; `Busy` while
-    /// somebody has it open, or another move comes here; the system's.
+    /// `NotFound` when there is none; `Denied` when it, or a parent of it, was written to or replaced since, or somebody has it open; `Exists` when the disk's name
+    /// is taken, or another move comes here; the system's, when that is not known.
     pub async fn take_back(
         &self,
         name: &str,
@@ -209,29 +210,47 @@ impl<F: Files> Receiver<'_, F> {
         let left = left.filter(is_meant).ok_or_else(|| no_old_image(&disk))?;
         refuse_taken(self.files, &disk).await?;
         let before = Received::read(self.files, &disk).await?.filter(|note| note.state != ReceivedState::Whole);
-        // An answer may not have been heard.
-        let is_taken = match before {
-            Some(note) if note.id != id && !is_free(self.files, &half).await => {
-                let what = format!("a disk of this name is being moved here by another move, {}", to_hex(note.id));
-                return Err(Error::new(ErrorKind::Busy, what).at_path(&disk));
-            }
-            Some(note) => note.id == id && self.is_file(&half, &note).await?,
-            None => false,
+        // An answer may not have been heard; the move that has asked may have been given up since, and this is the next one.
+        let (is_taken, is_own) = match &before {
+            Some(note) => (self.is_file(&half, note).await?, note.id == id),
+            None => (false, false),
         };
+        let other_move = |note: &Received| {
+            let what = format!("a disk of this name is being moved here by another move, {}", to_hex(note.id));
+            Error::new(ErrorKind::Exists, what).at_path(&disk)
+        };
+        let other = before.as_ref().filter(|_| !is_own);
+        if let Some(note) = other
+            && (!is_taken || note.state != ReceivedState::Half)
+            && !is_free(self.files, &half).await
+        {
+            return Err(other_move(note));
+        }
         let path = if is_taken { &half } else { &image };
         // Whoever has it open for writing may write to it, and nobody can open it so now.
-        let store = self.files.open(&path.into(), OpenMode::ReadOnly).await?;
+        let store = match self.files.open(&path.into(), OpenMode::ReadOnly).await {
+            // What it says of its own half may change in a moment.
+            Err(error) if error.kind() == ErrorKind::Busy && !(is_taken && is_own) => {
+                return Err(Error::new(ErrorKind::Denied, "somebody has the old image open").at_path(path));
+            }
+            opened => opened?,
+        };
         let images: Vec<_> = [path.clone()].into_iter().chain(left.image.images().into_iter().skip(1)).collect();
         if look(&images).await.is_none_or(|look| look != left.image.look) {
             let what = "the old image, or a parent of it, was written to or replaced since the disk has left";
-            return Err(Error::new(ErrorKind::Denied, what).at_path(path));
+            let written = Error::new(ErrorKind::Denied, what).at_path(path);
+            return Err(other.filter(|_| is_taken).map_or(written, other_move));
         }
         if !is_taken {
             refuse_taken(self.files, &half).await?;
+        }
+        if !(is_taken && is_own) {
             self.forget_changes(&disk).await?;
             let (format, state, file) = (left.image.format, ReceivedState::Half, (self.which)(&store));
             // In this order: a half has its note.
             Received { id, size_bytes, format, state, file }.write(self.files, &disk).await?;
+        }
+        if !is_taken {
             self.files.rename(&image, &half).await?;
         }
         drop(store);

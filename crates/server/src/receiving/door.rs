@@ -8,7 +8,7 @@ use std::sync::Arc;
 use spile_core::{Error, ErrorKind, Result};
 use spile_front_nbd::{Find, Found, Wanted};
 use spile_image::layer::{Identity, Layer as _};
-use spile_life::motion::{Order, ReceivedState};
+use spile_life::motion::{Order, ReceivedState, not_now};
 use spile_store::{LINK_CONTEXT, READER_CONTEXT};
 
 use super::house::{House, Lease, Room, Use, Who};
@@ -31,6 +31,8 @@ impl Find<ServedDisk> for Door {
                 Some(Order::Marks { id, len_bytes }) => self.take_marks(&room, wanted, id, len_bytes).await,
                 Some(Order::Marked { id }) => self.adopt_marks(&room, id).await,
                 Some(Order::Finish { id }) => self.finish(&room, id).await,
+                // Whoever has no answer to it begins anew, with all that the disk holds.
+                Some(order @ Order::Back { .. }) => self.obey(&room, order).await.map_err(not_now),
                 Some(order) => self.obey(&room, order).await,
                 None => self.whole(&room, wanted).await,
             };
@@ -82,6 +84,7 @@ impl Door {
                 receiver.begin(name, id, size_bytes).await.map_err(refused)?;
             }
             Order::Back { id, of, size_bytes } => {
+                refuse_link(&receiver.disk(name)?)?;
                 let look = async |paths: &[PathBuf]| look::of_old_image(paths).await;
                 receiver.take_back(name, (id, of), size_bytes, look).await.map_err(refused)?;
             }
