@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use spile_core::{Extent, Files, Result};
 use spile_image::layer::Layer as _;
-use spile_image::{Broken, RangeLock};
+use spile_image::{Broken, Known, RangeLock};
 
 use crate::jobs::{Note, Plan};
 use crate::lanes::{A_TURN, COUNTED_AT_ONCE, Lane, Lanes};
@@ -90,14 +90,19 @@ struct Cursor {
     /// What parents have next, as it was last looked up: there is nothing before it.
     below: Option<Extent>,
     is_looked_up: bool,
+    /// Where the parents' files have data.
+    known: Known,
 }
 
 impl<F: Files> Filler<'_, '_, F> {
     /// How many bytes the leaf lacks that its parents have.
     async fn lacking_bytes(&self) -> Result<u64> {
-        let (mut bytes, mut at) = (0, 0);
+        let (mut bytes, mut at, mut known) = (0, 0, Known::default());
         for counted in 1_u64.. {
-            let Some(run) = self.graph.next_below(Extent::from_range(at..self.size_bytes)).await? else { break };
+            let Some(run) = self.graph.next_stored_below(Extent::from_range(at..self.size_bytes), &mut known).await?
+            else {
+                break;
+            };
             (bytes, at) = (bytes + run.len_bytes, run.end());
             if counted.is_multiple_of(COUNTED_AT_ONCE) {
                 self.work.timer.sleep(A_TURN).await;
@@ -124,7 +129,8 @@ impl<F: Files> Filler<'_, '_, F> {
     async fn next(&self, cursor: &mut Cursor, most_bytes: u64) -> Result<Option<Extent>> {
         let at = cursor.at;
         if !cursor.is_looked_up || cursor.below.is_some_and(|below| below.start() < at) {
-            cursor.below = self.graph.next_below(Extent::from_range(at..self.size_bytes)).await?;
+            let rest = Extent::from_range(at..self.size_bytes);
+            cursor.below = self.graph.next_stored_below(rest, &mut cursor.known).await?;
             cursor.is_looked_up = true;
         }
         let until = cursor.below.map_or(self.size_bytes, |below| below.start());

@@ -107,13 +107,13 @@ impl<S: Store> Graph<S> {
     }
 }
 
-/// The last run of data that the file of each layer was found to have, while one map is made: most files are asked once for many runs of the disk. Holes
+/// The last run of data that the file of each layer was found to have, while one walk over the disk goes on: most files are asked once for many runs of the disk. Holes
 /// are not kept, as a guest may fill one meanwhile.
 #[derive(Default)]
-struct Known(Vec<Range<u64>>);
+pub struct Known(Vec<Range<u64>>);
 
 impl Known {
-    fn note_data(&mut self, layer: usize, data: Range<u64>) {
+    pub(super) fn note_data(&mut self, layer: usize, data: Range<u64>) {
         if self.0.len() <= layer {
             self.0.resize(layer + 1, 0..0);
         }
@@ -121,7 +121,7 @@ impl Known {
     }
 
     /// How many bytes from `offset` on are data in the file of this layer, as far as is known.
-    fn data_bytes(&self, layer: usize, offset: u64) -> u64 {
+    pub(super) fn data_bytes(&self, layer: usize, offset: u64) -> u64 {
         self.0.get(layer).filter(|data| data.contains(&offset)).map_or(0, |data| data.end - offset)
     }
 }

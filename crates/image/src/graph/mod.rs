@@ -36,7 +36,7 @@ use spile_core::{
     Disk, DiskInfo, Env, Error, ErrorKind, Extent, ExtentKind, Files, Locator, Result, Segments, Store, Via,
 };
 
-pub use self::extents::PlacedRun;
+pub use self::extents::{Known, PlacedRun};
 pub use self::layers::{GraphLayer, LayerId};
 use self::moving::Moving;
 pub use self::moving::{Broken, Sinking};

@@ -6,6 +6,7 @@ use futures_util::future::join_all;
 use spile_core::{Disk, Extent, Io, Result, Segments, Store, WriteZeroes, yield_now};
 
 use super::Graph;
+use super::extents::Known;
 use super::map::{At, LastZone, Step};
 use super::moving::Change;
 use crate::layer::{Found, Layer};
@@ -162,7 +163,14 @@ impl<S: Store> Graph<S> {
             let start = (run.start() - piece.start()) as usize;
             let memory = buffer.slice(start..start + run.len_bytes as usize);
             self.read_extent(run, &memory).await?;
-            self.change_leaf(run, Change::Write(&memory)).await?;
+            for part in parts_alike(&memory) {
+                let start = run.start() + part.start as u64;
+                let (extent, memory) = (Extent::from_range(start..start + part.len() as u64), memory.slice(part));
+                match memory.is_zero() {
+                    true => self.change_leaf(extent, Change::Zero(ZEROES)).await?,
+                    false => self.change_leaf(extent, Change::Write(&memory)).await?,
+                }
+            }
             Ok(run.len_bytes)
         });
         join_all(copies).await.into_iter().sum()
@@ -183,12 +191,40 @@ impl<S: Store> Graph<S> {
         Ok(runs)
     }
 
-    /// The first run of `extent` whose bytes are in a parent. A hole of a parent's file is none: it reads as zeroes without the parent, too.
-    /// Others run in between: there may be a million blocks to look at.
+    /// As [`Graph::next_below`], but a hole of a parent's file is passed over: it reads as zeroes without the parent, too. `known` is what was found out
+    /// on the way, by the same caller and of layers that do not change.
+    ///
+    /// # Errors
+    /// The stores'.
+    pub async fn next_stored_below(&self, extent: Extent, known: &mut Known) -> Result<Option<Extent>> {
+        let mut at = extent.start();
+        while let Some((run, layer, place)) = self.find_below(Extent::from_range(at..extent.end())).await? {
+            let At::Plain(offset) = place else { return Ok(Some(run)) };
+            let first = |len: u64| Extent::from_range(run.start()..run.start() + len.clamp(1, run.len_bytes));
+            let known_bytes = known.data_bytes(layer, offset.0);
+            if known_bytes > 0 {
+                return Ok(Some(first(known_bytes)));
+            }
+            let found = self.image(layer).data_store().extent_at(offset).await?;
+            if !found.is_hole {
+                known.note_data(layer, offset.0..offset.0 + found.len_bytes);
+                return Ok(Some(first(found.len_bytes)));
+            }
+            at = first(found.len_bytes).end();
+        }
+        Ok(None)
+    }
+
+    /// The first run of `extent` whose bytes are in a parent. Others run in between: there may be a million blocks to look at.
     ///
     /// # Errors
     /// The stores'.
     pub async fn next_below(&self, extent: Extent) -> Result<Option<Extent>> {
+        Ok(self.find_below(extent).await?.map(|(run, ..)| run))
+    }
+
+    /// As [`Graph::next_below`], with the number of the parent and the place there.
+    async fn find_below(&self, extent: Extent) -> Result<Option<(Extent, usize, At)>> {
         let (mut at, mut last): (u64, LastZone) = (extent.start(), None);
         for looked in 1_u64.. {
             if at >= extent.end() {
@@ -198,22 +234,14 @@ impl<S: Store> Graph<S> {
                 yield_now().await;
             }
             match self.step(at, extent.end() - at, &last) {
-                (Step::Bytes { layer: layer @ 1.., at: place }, len) => match self.stored(layer, place, len).await? {
-                    (true, len) => return Ok(Some(Extent::from_range(at..at + len))),
-                    (false, len) => at += len,
-                },
+                (Step::Bytes { layer: layer @ 1.., at: place }, len) => {
+                    return Ok(Some((Extent::from_range(at..at + len), layer, place)));
+                }
                 (Step::Bytes { layer: 0, .. } | Step::Zero, len) => at += len,
                 (step, _) => self.load(step, &mut last).await?,
             }
         }
         Ok(None)
-    }
-
-    /// Whether the file of a layer has space for what lies at `place`, and how far that holds, at most `len_bytes`.
-    async fn stored(&self, layer: usize, place: At, len_bytes: u64) -> Result<(bool, u64)> {
-        let At::Plain(offset) = place else { return Ok((true, len_bytes)) };
-        let found = self.image(layer).data_store().extent_at(offset).await?;
-        Ok((!found.is_hole, found.len_bytes.clamp(1, len_bytes)))
     }
 
     /// The first run of `extent` for which the leaf has space, but no bytes of its own.

@@ -35,7 +35,7 @@ const FLUSHES_FOR_SPACE: u32 = 4;
 /// So many portions are given back before somebody looks again whether that is enough.
 const GIVEN_BACK_BETWEEN_LOOKS: u32 = 16;
 /// A rest beside guests is so many times as long as the portion before it.
-const REST: u32 = 4;
+const REST: u32 = 2;
 /// The longest rest after a portion: a file system that has hung for a second must not hang the merge for another one.
 const LONGEST_REST: Duration = Duration::from_millis(50);
 
