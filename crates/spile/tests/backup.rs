@@ -169,13 +169,22 @@ fn a_disk_changes_its_images_while_it_is_backed_up() {
     let now = [4, 2, 2, 3, 3, 5, 0, 0, 0].map(|byte| vec![byte; 1 << 20]).concat();
     assert!(fs::read(dir.join("second.raw")).unwrap() == now);
     let id = merge["id"].as_str().unwrap();
+    // However many have come and gone, the one that is under way is not forgotten.
+    for number in 0..9 {
+        ok(dir, &["backup", "d", &format!("n{number}.raw"), "--wait"]);
+    }
+    assert_eq!(state_of(dir, id)["state"], "running");
+    assert!(fails(dir, 1, &["flatten", "d"]).contains("has a job already"));
+    ok(dir, &["backup", "d", "slow.raw", "--rate", "64k"]);
+    let two = fails(dir, 2, &["job", "d", "cancel"]);
+    assert!(two.contains("has two jobs") && two.contains(id), "{two}");
     ok(dir, &["job", id, "cancel"]);
     eventually("the merge is cancelled", || state_of(dir, id)["state"] == "cancelled");
     // Both end with the server.
     ok(dir, &["coalesce", "d", "--rate", "64k"]);
-    ok(dir, &["backup", "d", "third.raw", "--rate", "64k"]);
+    assert!(fails(dir, 1, &["backup", "d", "third.raw", "--rate", "64k"]).contains("has a job already"));
     assert!(served.terminate().success());
-    assert_eq!(names(dir).iter().filter(|name| name.contains("third")).count(), 0, "{:?}", names(dir));
+    assert_eq!(names(dir).iter().filter(|name| name.contains("slow")).count(), 0, "{:?}", names(dir));
     ok(dir, &["convert", "d.vhd", "now.raw"]);
     assert!(fs::read(dir.join("now.raw")).unwrap() == now);
 }

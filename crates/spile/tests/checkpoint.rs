@@ -279,6 +279,15 @@ fn a_disk_that_goes_back_still_knows_what_has_changed() {
     check("on to t", "c", &[40, 50, 60]);
     assert!(fails(dir, 2, &["revert", "r.vhd", "r.vhd", "--discard"]).contains("the disk itself"));
     check("nothing", "c", &[40, 50, 60]);
+    // A shorter one, and then it grows again: what was cut off is lost.
+    ok(dir, &["checkpoint", "r.vhd", "e"]);
+    ok(dir, &["clone", "s.vhd", "short.vhd"]);
+    ok(dir, &["resize", "short.vhd", "2M", "--shrink", "--discard"]);
+    ok(dir, &["revert", "r.vhd", "short.vhd", "--discard"]);
+    ok(dir, &["resize", "r.vhd", "64M"]);
+    let answer = changed(dir, "r.vhd", "e");
+    assert!((32..1024).all(|block| blocks(&answer).contains(&block)), "{answer}");
+    ok(dir, &["revert", "r.vhd", "t.vhd", "--discard"]);
     // An image without a parent in common.
     ok(dir, &["create", "other.vhd", "--size", "64M"]);
     ok(dir, &["revert", "r.vhd", "other.vhd", "--discard"]);

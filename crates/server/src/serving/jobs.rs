@@ -21,7 +21,7 @@ use crate::checkpoints::Checkpoints;
 use crate::jobs::{self, Access};
 
 /// So many jobs that have ended are kept for each disk.
-const KEPT: usize = 8;
+const KEPT: usize = 7;
 
 /// Keeps jobs of a disk from beginning until it is dropped.
 pub struct Held(Option<Arc<DiskJobs>>);
@@ -123,6 +123,17 @@ impl State {
         self.jobs.iter().filter(|job| !job.job.state().is_over())
     }
 
+    /// Forgets the oldest of the jobs that are over, where they are too many. Whoever asks what is under way must find it here.
+    fn forget_old(&mut self) {
+        let is_over = |job: &Arc<DiskJob>| job.job.state().is_over();
+        let mut too_many = self.jobs.iter().filter(|job| is_over(job)).count().saturating_sub(KEPT);
+        self.jobs.retain(|job| {
+            let goes = too_many > 0 && is_over(job);
+            too_many -= usize::from(goes);
+            !goes
+        });
+    }
+
     fn add(&mut self, new: Arc<DiskJob>) -> Result<()> {
         if self.is_closed {
             return Err(Error::new(ErrorKind::Shutdown, "the disk is closed"));
@@ -132,9 +143,8 @@ impl State {
             What::Images(Plan::Move(_)) => |_| false,
             What::Images(_) => What::only_reads,
         })?;
-        let most = self.jobs.len().saturating_sub(KEPT - 1);
-        self.jobs.drain(..most);
         self.jobs.push(new);
+        self.forget_old();
         Ok(())
     }
 }

@@ -183,10 +183,17 @@ fn find(id: &str) -> Result<Option<(PathBuf, String)>> {
         found => found?,
     };
     let jobs = servers.into_iter().filter(|(other, _)| *other == socket).flat_map(|(_, jobs)| jobs);
-    let mut of_disk = jobs.filter(|job| job.disk == disk && is_under_way(job));
-    match of_disk.next() {
-        Some(job) => Ok(Some((socket, job.id))),
-        None => {
+    let of_disk: Vec<_> = jobs.filter(|job| job.disk == disk && is_under_way(job)).collect();
+    match &of_disk[..] {
+        [job] => Ok(Some((socket, job.id.clone()))),
+        [one, other, ..] => {
+            let what = format!(
+                "the disk {disk:?} has two jobs: {}, a {}, and {}, a {}",
+                one.id, one.kind, other.id, other.kind
+            );
+            Err(Error::new(ErrorKind::InvalidInput, what).hint("say which"))
+        }
+        [] => {
             let error = Error::new(ErrorKind::NotFound, format!("the disk {disk:?} has no job that is under way"));
             Err(error.hint("`spile jobs` lists those that have ended, too"))
         }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use clap::Args;
 use serde::Serialize;
-use spile_core::{Error, ErrorKind, Files as _, Locator, Result, ResultExt};
+use spile_core::{Disk as _, Error, ErrorKind, Extent, Files as _, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
 use spile_image::create::NewImage;
 use spile_image::{Format, Graph, LayerInfo, OpenOptions, check_new_child};
@@ -259,6 +259,9 @@ async fn go_back(
 async fn note_difference(checkpoints: &Checkpoints, graph: &Graph<HostStore>, base: &Graph<HostStore>) -> Result<()> {
     let (from, to) = (graph.layers(), base.layers());
     let shared = from.iter().rev().zip(to.iter().rev()).take_while(|(one, other)| one.path == other.path).count();
+    // A disk that becomes shorter, and longer again later, has lost what lay there.
+    let (size, was) = (base.size_bytes().min(graph.size_bytes()), graph.size_bytes());
+    checkpoints.note_extent(Extent::from_range(size..was)).await?;
     checkpoints.note_layers(graph, from.len() - shared).await?;
     checkpoints.note_layers(base, to.len() - shared).await
 }
