@@ -256,7 +256,7 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
 
     /// While it holds its space, flushes do not give back what was given up ([`Layer::forget`]). That is for a layer that will soon be removed
     /// as a whole: a file system may take long for each piece. When it holds its space no longer, what it has held until then is unused
-    /// space in its file until the image is opened anew: flushes do not give back that either, for guests wait for them.
+    /// space in its file, which new data take: flushes do not give back that either, for guests wait for them.
     fn hold_space(&self, holds: bool) {
         let _ = holds;
     }

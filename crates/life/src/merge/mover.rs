@@ -193,14 +193,16 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
             _ => join(self.settle(before), copy).await,
         };
         settled?;
-        match copied {
-            Err(error) if error.kind() == ErrorKind::NoSpace => {
-                self.give_back_for_want_of_space(error).await?;
-                self.done_bytes.set(counted.0);
-                self.left_bytes.set(counted.1);
-                self.copy(&units, true).await?;
+        let mut copied = copied;
+        // Guests may take what is given back before the copy does.
+        while let Err(error) = copied {
+            if error.kind() != ErrorKind::NoSpace {
+                return Err(error);
             }
-            copied => copied?,
+            self.give_back_for_want_of_space(error).await?;
+            self.done_bytes.set(counted.0);
+            self.left_bytes.set(counted.1);
+            copied = self.copy(&units, true).await;
         }
         Ok(Batch { units, failures })
     }

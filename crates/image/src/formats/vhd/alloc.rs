@@ -70,6 +70,8 @@ pub(crate) struct Released {
     pub punched: Vec<Ready>,
     /// Nothing is punched now.
     holds: bool,
+    /// Settled, and left as they are when that has ended: flushes do not punch them. New blocks take them, and whoever gives back beside flushes.
+    left: Vec<u32>,
 }
 
 impl Released {
@@ -110,7 +112,8 @@ impl Released {
 
     /// The next block that is punched beside flushes, and how much of it is punched already.
     fn next_beside(&mut self) -> Option<(u32, u64)> {
-        self.begun.take().or_else(|| self.settled.pop().map(|sector| (sector, 0)))
+        let left = if self.holds { &mut self.left } else { &mut Vec::new() };
+        self.begun.take().or_else(|| self.settled.pop().or_else(|| left.pop()).map(|sector| (sector, 0)))
     }
 }
 
@@ -217,14 +220,14 @@ impl Alloc {
         self.lock().given_out
     }
 
-    /// Has flushes punch nothing, or go on with it. Then what was held is a gap until the image is opened anew: it may be the space of a whole
+    /// Has flushes punch nothing, or go on with it. Then what was held stays as it is, for new blocks: it may be the space of a whole
     /// disk, and no guest's flush is to wait for that.
     pub(super) fn hold_space(&self, holds: bool) {
         let released = &mut self.lock().released;
         if std::mem::replace(&mut released.holds, holds) && !holds {
             released.lose_unsettled();
-            released.settled.clear();
-            released.begun = None;
+            let begun = released.begun.take().map(|(sector, _)| sector);
+            released.left.extend(begun.into_iter().chain(released.settled.drain(..)));
         }
     }
 
@@ -402,7 +405,7 @@ impl<S: Store> Sparse<S> {
         Ok(!state.ready.is_empty())
     }
 
-    /// Makes places in the gaps that earlier sessions left, once these are settled. True when there were any.
+    /// Makes places of what was left ([`Released::left`]), and in the gaps that earlier sessions left, once these are settled. True when there were any.
     async fn prepare_gaps(&self, count: u64) -> Result<bool> {
         let places = self.take_gap_places(count);
         if places.is_empty() {
@@ -420,7 +423,8 @@ impl<S: Store> Sparse<S> {
 
     fn take_gap_places(&self, count: u64) -> Vec<u32> {
         let mut state = self.alloc.lock();
-        let mut places = Vec::new();
+        let left = &mut state.released.left;
+        let mut places = left.split_off(left.len().saturating_sub(count as usize));
         while (places.len() as u64) < count {
             let Some(gap) = state.gaps.pop() else { break };
             let more = self.places(gap.clone(), count - places.len() as u64);
