@@ -210,6 +210,8 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
     /// Has the layer's file give back so much of what it holds that a batch finds space, which has found none. The error is `no_space` when it
     /// held nothing.
     async fn give_back_for_want_of_space(&self, no_space: Error) -> Result<()> {
+        // A merge before this one may have left some.
+        self.source.hold_own_space(true);
         let before = self.source.own_taken_bytes().await;
         let wanted_bytes = self.work.sizes.batch_bytes * 2;
         for _ in 0..FLUSHES_FOR_SPACE {
