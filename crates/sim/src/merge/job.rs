@@ -35,7 +35,16 @@ impl Host {
                 false => {
                     let number = rng.index(layers - 1);
                     let name = graph.handles()[number].path().display().to_string();
-                    Plan::Coalesce(merge::plan(&graph, Some(&name)).unwrap_or_else(|error| panic!("{error:?}")))
+                    match merge::plan(&graph, Some(&name)) {
+                        Ok(merged) => Plan::Coalesce(merged),
+                        Err(error) => {
+                            let [layer, parent] = [number, number + 1].map(|number| graph.handles()[number].path());
+                            let is_foreign = number == 0 && parent.extension() != layer.extension();
+                            assert!(is_foreign && error.kind() == ErrorKind::Unsupported, "{error:?}");
+                            self.count(|summary| summary.refused += 1);
+                            continue;
+                        }
+                    }
                 }
             };
             drop(graph);
