@@ -151,9 +151,10 @@ impl<F: Files> Filler<'_, '_, F> {
             };
             let copied_bytes = self.graph.copy_up(piece, lane.buffer()).await?;
             self.copied_bytes.set(self.copied_bytes.get() + copied_bytes);
-            self.graph.own_zeroes(piece).await
+            self.graph.own_zeroes(piece).await?;
+            Ok(copied_bytes)
         };
-        lane.piece(piece.len_bytes, fill).await?;
+        lane.piece(fill).await?;
         self.work.job.set_done(self.copied_bytes.get());
         Ok(())
     }

@@ -118,13 +118,13 @@ impl<F: Files> Lane<'_, '_, F> {
         &self.buffer
     }
 
-    /// Moves one piece of `bytes`, once it may.
+    /// Moves one piece, once it may. `work` says how many bytes it has copied.
     ///
     /// # Errors
     /// `Shutdown` when the job is to end here; those of the move.
-    pub async fn piece(&self, bytes: u64, work: impl Future<Output = Result<()>>) -> Result<()> {
+    pub async fn piece(&self, work: impl Future<Output = Result<u64>>) -> Result<()> {
         let Work { job, timer, .. } = self.lanes.work;
-        job.piece_in_lane(*timer, bytes, self.is_first, || self.lanes.work.guests(), || false, work).await?;
+        job.piece_in_lane(*timer, self.is_first, || self.lanes.work.guests(), || false, work).await?;
         if self.lanes.look() {
             self.lanes.left.set(self.lanes.left.get().saturating_sub(1));
         }
@@ -184,9 +184,9 @@ mod tests {
                 }
                 spile_core::yield_now().await;
                 open.set(open.get() - 1);
-                Ok(())
+                Ok(4096)
             };
-            lane.piece(4096, piece).await.map(|()| true)
+            lane.piece(piece).await.map(|()| true)
         };
         Lanes::new(&work).run(step).await.unwrap();
         most.get()

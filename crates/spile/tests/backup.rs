@@ -5,35 +5,12 @@ mod common;
 use std::fs;
 use std::path::Path;
 
+use common::host::{names, raw, serve};
 use common::nbd::Client;
-use common::{Served, eventually, fails, json, ok, spile};
+use common::{eventually, fails, json, ok};
 use serde_json::Value;
 
 const MIB: usize = 1 << 20;
-
-/// Serves `args` with a control socket in the folder of such sockets, where commands look for it.
-fn serve(dir: &Path, args: &[&str]) -> Served {
-    let mut command = spile();
-    command.arg("serve").args(args).args(["--nbd", "unix:n"]).current_dir(dir);
-    Served::spawn(&mut command, dir.join("n")).unwrap_or_else(|err| panic!("serve {args:?}: {err}"))
-}
-
-/// Makes a raw disk of 16 MiB whose first half is full of `byte`.
-fn raw(dir: &Path, name: &str, byte: u8) -> Vec<u8> {
-    let mut bytes = vec![byte; 8 * MIB];
-    bytes.resize(16 * MIB, 0);
-    fs::write(dir.join(name), &bytes).unwrap();
-    bytes
-}
-
-/// The names of all files in `dir`, but for sockets.
-fn names(dir: &Path) -> Vec<String> {
-    let files = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap());
-    let files = files.filter(|file| file.file_type().unwrap().is_file());
-    let mut names: Vec<_> = files.map(|file| file.file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
 
 fn state_of(dir: &Path, id: &str) -> Value {
     let jobs = json(dir, &["jobs"]);

@@ -7,18 +7,12 @@ use std::path::Path;
 use std::process::Stdio;
 
 use common::control::ask;
+use common::host::serve;
 use common::nbd::Client;
 use common::{Served, eventually, fails, json, ok, run, spile};
 use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
-
-/// Serves `args` with a control socket in the folder of such sockets, where commands look for it.
-fn serve(dir: &Path, args: &[&str]) -> Served {
-    let mut command = spile();
-    command.arg("serve").args(args).args(["--nbd", "unix:n"]).current_dir(dir);
-    Served::spawn(&mut command, dir.join("n")).unwrap_or_else(|err| panic!("serve {args:?}: {err}"))
-}
 
 /// Makes a.vhd over s2.vhd over s1.vhd, each with something of its own.
 fn make(dir: &Path, name: &str) {

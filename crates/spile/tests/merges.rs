@@ -10,8 +10,9 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use common::mount::Mount;
+use common::moves::job;
 use common::nbd::Client;
-use common::{Served, json, ok};
+use common::{Served, eventually, host, json, ok};
 use spile_core::metrics::Op;
 use spile_core::{Disk as _, Env, Error, ErrorKind, Result};
 use spile_engine::{Config, Engine, OsEnv};
@@ -273,4 +274,33 @@ fn a_flatten_over_a_sparse_parent_takes_what_the_parent_has() {
         let is = |mib: usize, byte: u8| bytes[mib * MIB..(mib + 1) * MIB].iter().all(|b| *b == byte);
         assert!(is(9, 7) && is(100, 7) && is(50, 8) && is(10, 0) && is(255, 0), "{disk}");
     }
+}
+
+#[test]
+fn a_kill_makes_a_merge_do_little_of_its_work_again() {
+    const LEAF_MIB: usize = 32;
+    const RATE_MIB: u64 = 8;
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "base.vhd", "--size", "64M"]);
+    ok(dir, &["create", "leaf.vhd", "--parent", "base.vhd"]);
+    let served = host::serve(dir, &["leaf.vhd"]);
+    let client = Client::connect(&served.uri()).unwrap();
+    (0..LEAF_MIB).for_each(|mib| client.write((mib * MIB) as u64, &vec![mib as u8 + 1; MIB], false).unwrap());
+    drop(client);
+    ok(dir, &["coalesce", "leaf.vhd", "--rate", &format!("{RATE_MIB}M")]);
+    let mib = |name: &str| job(dir, "leaf")[name].as_u64().unwrap() >> 20;
+    eventually("it has done some", || mib("done_bytes") >= 13);
+    let done = mib("done_bytes");
+    served.kill();
+    let served = host::serve(dir, &["leaf.vhd"]);
+    eventually("it goes on", || mib("total_bytes") > 0);
+    let again = (done + mib("total_bytes")).saturating_sub(LEAF_MIB as u64);
+    // A second of work; and of the blocks of 2 MiB, the two that were copied but not given up.
+    assert!(again <= RATE_MIB + 4, "{again} MiB are done again");
+    ok(dir, &["job", "leaf", "rate", "none"]);
+    eventually("it has ended", || job(dir, "leaf")["state"] == "done");
+    assert!(served.terminate().success());
+    let bytes = content(dir, "leaf.vhd");
+    assert!((0..64).all(|mib| bytes[mib * MIB + 5] == if mib < LEAF_MIB { mib as u8 + 1 } else { 0 }));
 }

@@ -9,6 +9,7 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use common::guests::{self, Load};
+use common::host::{bytes_of, serve, try_serve};
 use common::moves::{self, noted};
 use common::nbd::Client;
 use common::{Served, eventually, fails, json, ok, run, spile};
@@ -16,30 +17,12 @@ use serde_json::Value;
 
 const MIB: usize = 1 << 20;
 
-/// Serves `args` with a control socket in the folder of such sockets, where commands look for it.
-fn try_serve(dir: &Path, args: &[&str]) -> Result<Served, String> {
-    let mut command = spile();
-    command.arg("serve").args(args).args(["--nbd", "unix:n"]).current_dir(dir);
-    Served::spawn(&mut command, dir.join("n"))
-}
-
-fn serve(dir: &Path, args: &[&str]) -> Served {
-    try_serve(dir, args).unwrap_or_else(|err| panic!("serve {args:?}: {err}"))
-}
-
 /// The names of the files in the folder `folder` of `dir`.
 fn names(dir: &Path, folder: &str) -> Vec<String> {
     let names = fs::read_dir(dir.join(folder)).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let mut names: Vec<_> = names.collect();
     names.sort();
     names
-}
-
-fn bytes_of(dir: &Path, disk: &str) -> Vec<u8> {
-    ok(dir, &["convert", disk, "bytes.raw", "--to", "raw"]);
-    let bytes = fs::read(dir.join("bytes.raw")).unwrap();
-    fs::remove_file(dir.join("bytes.raw")).unwrap();
-    bytes
 }
 
 /// A folder with `old/disk.vhd` and an empty folder `new`. The disk has a parent, 64 MiB, and data in places.

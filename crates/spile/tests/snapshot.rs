@@ -6,19 +6,13 @@ use std::fs;
 use std::path::Path;
 
 use common::guests::{self, Load};
+use common::host::serve;
 use common::nbd::Client;
-use common::{Served, fails, json, ok, spile};
+use common::{Served, fails, json, ok};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
-
-/// Serves `args` with a control socket in the folder of such sockets, where commands look for it.
-fn serve(dir: &Path, args: &[&str]) -> Served {
-    let mut command = spile();
-    command.arg("serve").args(args).args(["--nbd", "unix:n"]).current_dir(dir);
-    Served::spawn(&mut command, dir.join("n")).unwrap_or_else(|err| panic!("serve {args:?}: {err}"))
-}
 
 /// The names of the files in `dir` that are images, or are left of making one.
 fn images(dir: &Path) -> Vec<String> {

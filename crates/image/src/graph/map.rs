@@ -71,7 +71,7 @@ impl<S: Store> Graph<S> {
     }
 
     /// Asks `layers` one by one. `None` when none of them has anything at `at`.
-    fn walk(&self, layers: Range<usize>, at: u64, len_bytes: u64) -> (Option<Step>, u64) {
+    pub(super) fn walk(&self, layers: Range<usize>, at: u64, len_bytes: u64) -> (Option<Step>, u64) {
         let mut len = len_bytes;
         for number in layers {
             let layer = self.image(number);

@@ -41,10 +41,8 @@ impl<S: Store> Graph<S> {
             let start = (run.extent.start() - piece.start()) as usize;
             let memory = buffer.slice(start..start + run.extent.len_bytes as usize);
             self.read_at(0, at, &memory).await?;
-            for part in parts_alike(&memory) {
-                let start = run.extent.start() + part.start as u64;
-                let (extent, memory) = (Extent::from_range(start..start + part.len() as u64), memory.slice(part));
-                match memory.is_zero() {
+            for Part { extent, memory, is_zero } in parts_alike(run.extent, &memory) {
+                match is_zero {
                     true => to.write_zeroes(extent, ZEROES).await?,
                     false => to.execute(Io::write(extent, &memory, false)).await?,
                 }
@@ -110,16 +108,16 @@ impl<S: Store> Graph<S> {
             if looked.is_multiple_of(LOOKED_AT_ONCE) {
                 yield_now().await;
             }
-            let run = match self.find_in_first(layers, at, extent.end() - at) {
-                Err(step) => {
+            let run = match self.walk(0..layers, at, extent.end() - at) {
+                (Some(step @ Step::Load { .. }), _) => {
                     self.load(step, &mut None).await?;
                     continue;
                 }
-                Ok((false, len)) => {
+                (None, len) => {
                     at += len;
                     continue;
                 }
-                Ok((true, len)) => Extent::from_range(at..at + len),
+                (Some(_), len) => Extent::from_range(at..at + len),
             };
             let is_full = runs.len() == max_runs;
             match runs.last_mut() {
@@ -130,26 +128,6 @@ impl<S: Store> Graph<S> {
             at = run.end();
         }
         Ok(runs)
-    }
-
-    /// Whether one of the first `layers` layers has something at `at`, and how far that holds; or what is to be loaded first.
-    fn find_in_first(&self, layers: usize, at: u64, len_bytes: u64) -> std::result::Result<(bool, u64), Step> {
-        let mut len = len_bytes;
-        for number in 0..layers {
-            let layer = self.image(number);
-            let size = layer.size_bytes();
-            if at >= size {
-                return Ok((true, len));
-            }
-            let (found, run) = layer.find(at, len.min(size - at));
-            len = run;
-            match found {
-                Found::Below => {}
-                Found::Miss(piece) => return Err(Step::Load { layer: number, piece }),
-                Found::Data(_) | Found::Zero | Found::Encoded { .. } => return Ok((true, len)),
-            }
-        }
-        Ok((false, len))
     }
 
     /// Copies what the leaf lacks of `piece` and its parents have into the leaf, through `buffer`, which is as long as the piece or longer.
@@ -163,13 +141,9 @@ impl<S: Store> Graph<S> {
             let start = (run.start() - piece.start()) as usize;
             let memory = buffer.slice(start..start + run.len_bytes as usize);
             self.read_extent(run, &memory).await?;
-            for part in parts_alike(&memory) {
-                let start = run.start() + part.start as u64;
-                let (extent, memory) = (Extent::from_range(start..start + part.len() as u64), memory.slice(part));
-                match memory.is_zero() {
-                    true => self.change_leaf(extent, Change::Zero(ZEROES)).await?,
-                    false => self.change_leaf(extent, Change::Write(&memory)).await?,
-                }
+            for Part { extent, memory, is_zero } in parts_alike(run, &memory) {
+                let change = if is_zero { Change::Zero(ZEROES) } else { Change::Write(&memory) };
+                self.change_leaf(extent, change).await?;
             }
             Ok(run.len_bytes)
         });
@@ -274,17 +248,28 @@ impl<S: Store> Graph<S> {
     }
 }
 
-/// The parts of `memory`, as long as can be, that are zeroes or that are not.
-fn parts_alike(memory: &Segments) -> Vec<Range<usize>> {
-    let (mut parts, mut was_zero): (Vec<Range<usize>>, bool) = (Vec::new(), false);
+/// A part of what was read.
+struct Part {
+    extent: Extent,
+    memory: Segments,
+    is_zero: bool,
+}
+
+/// The parts of `extent`, whose bytes are in `memory`, as long as can be, that are zeroes or that are not.
+fn parts_alike(extent: Extent, memory: &Segments) -> Vec<Part> {
+    let mut runs: Vec<(Range<usize>, bool)> = Vec::new();
     for start in (0..memory.len()).step_by(PART_BYTES) {
         let part = start..memory.len().min(start + PART_BYTES);
         let is_zero = memory.slice(part.clone()).is_zero();
-        match parts.last_mut() {
-            Some(last) if is_zero == was_zero => last.end = part.end,
-            _ => parts.push(part),
+        match runs.last_mut() {
+            Some((last, was_zero)) if is_zero == *was_zero => last.end = part.end,
+            _ => runs.push((part, is_zero)),
         }
-        was_zero = is_zero;
     }
-    parts
+    let part = |(range, is_zero): (Range<usize>, bool)| {
+        let start = extent.start() + range.start as u64;
+        let extent = Extent::from_range(start..start + range.len() as u64);
+        Part { extent, memory: memory.slice(range), is_zero }
+    };
+    runs.into_iter().map(part).collect()
 }

@@ -205,12 +205,13 @@ impl<S: Store, G: Disk, D: Disk> Copy<'_, S, G, D> {
         };
         let work = async {
             match &next {
-                Next::Copy(piece) => self.piece(piece, &buffer.slice(0..extent.len_bytes as usize), shared).await,
-                Next::Zero(extent) => zero(self.to, self.beneath, extent.start()..extent.end()).await,
+                Next::Copy(piece) => self.piece(piece, &buffer.slice(0..extent.len_bytes as usize), shared).await?,
+                Next::Zero(extent) => zero(self.to, self.beneath, extent.start()..extent.end()).await?,
             }
+            Ok(bytes)
         };
         let (busy, is_over) = (|| self.from.guests(), || shared.is_over.get());
-        self.job.piece_in_lane(self.timer, bytes, number == 0, busy, is_over, work).await?;
+        self.job.piece_in_lane(self.timer, number == 0, busy, is_over, work).await?;
         shared.done_bytes.set(shared.done_bytes.get() + extent.len_bytes);
         self.job.set_done(shared.done_bytes.get());
         Ok(())

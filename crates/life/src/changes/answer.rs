@@ -7,6 +7,7 @@ use spile_core::{Error, ErrorKind, Extent, Files, GuestOffset, Result, Segment, 
 
 use super::bits::Bits;
 use super::header::{Header, Interval, Stamp};
+use super::loss::remove_own;
 use super::tracked::Tracked;
 use super::{Changes, Checkpoint, Loss, State, find, forget_last};
 
@@ -183,7 +184,7 @@ impl<F: Files + Clone> Changes<F> {
                 settled
             }
             true if state.is_damaged => Ok(()),
-            true => self.remove_own().await,
+            true => remove_own(&self.around.files, &self.store, &self.path).await,
         }
     }
 
@@ -196,15 +197,7 @@ impl<F: Files + Clone> Changes<F> {
         if self.is_read_only || self.giving.loss().is_some() {
             return Ok(());
         }
-        self.remove_own().await
-    }
-
-    /// Removes the file. What is at its path may be that of another disk by now, or of this one, which has come back.
-    async fn remove_own(&self) -> Result<()> {
-        match self.around.files.is_at(&self.store, &self.path).await? {
-            true => self.around.files.remove(&self.path).await,
-            false => Ok(()),
-        }
+        remove_own(&self.around.files, &self.store, &self.path).await
     }
 }
 

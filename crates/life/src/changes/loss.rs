@@ -23,6 +23,14 @@ pub struct Loss {
 
 type Act = Box<dyn Fn() -> Pin<Box<dyn Future<Output = Result<()>>>> + Send + Sync>;
 
+/// Removes the file of `store`, which was at `path`. What is there may be that of another disk by now, or of this one, which has come back.
+pub(super) async fn remove_own<F: Files>(files: &F, store: &F::Store, path: &Path) -> Result<()> {
+    match files.is_at(store, path).await? {
+        true => files.remove(path).await,
+        false => Ok(()),
+    }
+}
+
 /// Gives the tracking of a disk up, once. The disk's requests matter more than what is known of them.
 pub(super) struct Giving {
     path: PathBuf,
@@ -40,8 +48,7 @@ impl Giving {
         let own = store.clone();
         let remove: Act = Box::new(move || {
             let (files, at, own) = (files.clone(), at.clone(), own.clone());
-            // The file of another disk may be there by now.
-            Box::pin(async move { if files.is_at(&own, &at).await? { files.remove(&at).await } else { Ok(()) } })
+            Box::pin(async move { remove_own(&files, &own, &at).await })
         });
         let wipe: Act = Box::new(move || {
             let store = store.clone();

@@ -1,6 +1,6 @@
 //! Jobs: long work on a disk's images, which can be watched, paused, slowed, cancelled, and begun again after a crash.
 //!
-//! A job moves pieces. Between two pieces it asks its [`Job`] whether it may go on ([`Job::border`]): there it waits while it is paused,
+//! A job moves pieces. Between two pieces it asks its [`Job`] whether it may go on ([`Job::go_on`]): there it waits while it is paused,
 //! keeps its rate, and learns that it is to end. What it has done by then stays done and is valid. The [`note`] beside the disk says what the
 //! job is; how far it has come is seen in the images.
 
@@ -314,19 +314,18 @@ impl Job {
         }
     }
 
-    /// Moves one piece of `bytes`, once it may. `busy` counts the requests of guests: while there are some, the job lets them have half of the
-    /// time.
+    /// Moves one piece, once it may. `work` says how many bytes count for the rate: zeroes and holes that are passed over cost no time. `busy`
+    /// counts the requests of guests: while there are some, the job lets them have half of the time.
     ///
     /// # Errors
     /// `Shutdown` when the job is to end here; those of the move.
     pub(crate) async fn piece(
         &self,
         timer: &dyn Timer,
-        bytes: u64,
         busy: impl Fn() -> u64,
-        work: impl Future<Output = Result<()>>,
+        work: impl Future<Output = Result<u64>>,
     ) -> Result<()> {
-        self.piece_in_lane(timer, bytes, true, busy, || false, work).await
+        self.piece_in_lane(timer, true, busy, || false, work).await
     }
 
     /// As [`Self::piece`], for one of several pieces that are moved at the same time: those of the first lane count as the job's time. When
@@ -337,15 +336,14 @@ impl Job {
     pub(crate) async fn piece_in_lane(
         &self,
         timer: &dyn Timer,
-        bytes: u64,
         is_first: bool,
         busy: impl Fn() -> u64,
         is_over: impl Fn() -> bool,
-        work: impl Future<Output = Result<()>>,
+        work: impl Future<Output = Result<u64>>,
     ) -> Result<()> {
         self.go_on().await?;
         let (begun_ns, busy_before) = (timer.now_ns(), busy());
-        work.await?;
+        let bytes = work.await?;
         let took_ns = timer.now_ns().saturating_sub(begun_ns);
         let pace = Pace { begun_ns, bytes, took_ns, is_busy: busy() != busy_before };
         while !is_over()
@@ -362,6 +360,9 @@ impl Job {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::Pin;
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
@@ -378,6 +379,32 @@ mod tests {
         job.pause();
         job.set_limit(None);
         assert_eq!((job.state(), job.report().limit_bytes_per_s), (State::Cancelled, Some(7)));
+    }
+
+    /// A clock that moves with each sleep, and with nothing else.
+    struct Sleeps(AtomicU64);
+
+    impl Timer for Sleeps {
+        fn sleep(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
+            self.0.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
+            Box::pin(async {})
+        }
+
+        fn now_ns(&self) -> u64 {
+            self.0.load(Ordering::Relaxed)
+        }
+    }
+
+    #[test]
+    fn what_is_passed_over_takes_nothing_of_a_jobs_rate() {
+        let job = Job::new(Wishes { limit_bytes_per_s: Some(1 << 20), ..Wishes::default() });
+        let slept = |copied_bytes: u64| {
+            let timer = Sleeps(AtomicU64::new(0));
+            let piece = job.piece(&timer, || 0, async { Ok(copied_bytes) });
+            futures_util::FutureExt::now_or_never(piece).expect("nothing waits").unwrap();
+            timer.now_ns()
+        };
+        assert_eq!([slept(0), slept(1 << 20), slept(256 << 10)], [0, 1_000_000_000, 250_000_000]);
     }
 
     #[test]

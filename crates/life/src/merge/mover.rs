@@ -29,6 +29,10 @@ const UNITS_PER_BATCH: u64 = 4;
 /// So many units are looked at before the first of them is moved.
 const WINDOW: usize = 64 << 10;
 
+/// A batch takes about so long at most: what a kill makes a merge do again is the batch that is copied and the one that is given up. A unit, the
+/// least that a layer gives up, may take longer.
+const LONGEST_BATCH: Duration = Duration::from_millis(400);
+
 /// So many flushes have the layer's file give back what it holds, or much of it: the first may have to wait for readers.
 const FLUSHES_FOR_SPACE: u32 = 4;
 
@@ -61,6 +65,8 @@ pub(super) struct Mover<'a, 'w, F: Files> {
     /// What the files of the layer and of its parent took when the merge began, in bytes; `None` when nobody can tell.
     taken_before_bytes: Cell<Option<u64>>,
     portion: Cell<Portion>,
+    /// How many bytes were copied with the last batch, and how many nanoseconds that took.
+    last_batch: Cell<Option<(u64, u64)>>,
 }
 
 /// Units that are moved together.
@@ -79,8 +85,8 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
         sinking: Option<Arc<Sinking<F::Store>>>,
     ) -> Self {
         let (target, lanes) = (Aligned::new(target), Lanes::new(work));
-        let (done_bytes, left_bytes, taken_before_bytes, portion) = <_>::default();
-        Self { work, source, target, sinking, lanes, done_bytes, left_bytes, taken_before_bytes, portion }
+        let (done_bytes, left_bytes, taken_before_bytes, portion, last_batch) = <_>::default();
+        Self { work, source, target, sinking, lanes, done_bytes, left_bytes, taken_before_bytes, portion, last_batch }
     }
 
     fn whole(&self) -> Extent {
@@ -107,10 +113,23 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
         units.into_iter().map(|(_, unit)| unit).collect()
     }
 
-    /// How many of `units`, the next ones, make a batch: so many that about [`Sizes::batch_bytes`](crate::Sizes) are copied. Most units are
-    /// not full, and each batch costs syncs.
+    /// How many bytes to copy with the next batch: [`Sizes::batch_bytes`](crate::Sizes), and fewer where they would take longer than
+    /// [`LONGEST_BATCH`], because the job has a low rate or leaves the storage to guests.
+    fn batch_bytes(&self) -> u64 {
+        let limit = self.work.job.wishes().limit_bytes_per_s;
+        let (bytes, took_ns) = match (limit, self.last_batch.get()) {
+            (Some(limit), _) => (limit, 1_000_000_000),
+            (None, Some(last)) => last,
+            (None, None) => return self.work.sizes.batch_bytes,
+        };
+        let bytes = u128::from(bytes) * LONGEST_BATCH.as_nanos() / u128::from(took_ns.max(1));
+        bytes.min(self.work.sizes.batch_bytes.into()) as u64
+    }
+
+    /// How many of `units`, the next ones, make a batch: so many that about [`Mover::batch_bytes`] are copied. Most units are not full, and each
+    /// batch costs syncs.
     async fn count_of_batch(&self, units: &[Extent]) -> Result<usize> {
-        let most_bytes = self.work.sizes.batch_bytes;
+        let most_bytes = self.batch_bytes();
         let mut len_bytes = 0;
         let candidates = units.iter().take(GIVEN_BACK_A_FLUSH).take_while(|unit| {
             let is_first = len_bytes == 0;
@@ -185,7 +204,7 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
             both.sort_unstable_by_key(|unit| unit.start());
             self.work.put(self.source.sinking(sinking, both)).await?;
         }
-        let failures = self.failures();
+        let (failures, begun_ns) = (self.failures(), self.work.timer.now_ns());
         let counted = (self.done_bytes.get(), self.left_bytes.get());
         let copy = self.copy(&units, true);
         let (settled, copied) = match self.work.broken {
@@ -203,6 +222,10 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
             self.done_bytes.set(counted.0);
             self.left_bytes.set(counted.1);
             copied = self.copy(&units, true).await;
+        }
+        let copied_bytes = self.done_bytes.get() - counted.0;
+        if copied_bytes > 0 {
+            self.last_batch.set(Some((copied_bytes, self.work.timer.now_ns().saturating_sub(begun_ns))));
         }
         Ok(Batch { units, failures })
     }
@@ -331,9 +354,9 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
             let mut copied_bytes = 0;
             let copy = async {
                 copied_bytes = copy.await?;
-                Ok(())
+                Ok(copied_bytes)
             };
-            lane.piece(piece.len_bytes, copy).await?;
+            lane.piece(copy).await?;
             if counts {
                 self.done_bytes.set(self.done_bytes.get() + copied_bytes);
                 self.left_bytes.set(self.left_bytes.get().saturating_sub(piece.len_bytes));

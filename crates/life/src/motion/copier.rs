@@ -364,9 +364,10 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
                 self.copy(&batch).await.map_err(|failure| {
                     failed.replace(Some(failure));
                     Error::new(ErrorKind::Io, "a piece could not be copied")
-                })
+                })?;
+                Ok(bytes)
             };
-            let piece = self.work.job.piece(self.work.timer, bytes, guests, Box::pin(copied)).await;
+            let piece = self.work.job.piece(self.work.timer, guests, Box::pin(copied)).await;
             piece.map_err(|told| failed.take().unwrap_or(Failure::Disk(told)))?;
             self.copied_bytes.set(self.copied_bytes.get() + bytes);
             self.work.job.set_done(self.copied_bytes.get());

@@ -173,7 +173,7 @@ pub(super) fn wait_for(socket: &Path, mut job: Job, doing: &'static str, again: 
     let bar = progress_bar(job.total_bytes, doing);
     // Many jobs are short.
     let mut wait = LOOK_EVERY / 20;
-    while matches!(job.state.as_str(), "running" | "paused") {
+    while job.is_under_way() {
         bar.set_length(job.total_bytes);
         bar.set_position(job.done_bytes);
         std::thread::sleep(wait);

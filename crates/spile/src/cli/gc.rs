@@ -342,15 +342,15 @@ fn by_server(disk: &Path, server: &Path, name: &str, rate: Option<u64>, ending: 
 fn running(server: &Path, name: &str, disk: &Path) -> Result<Option<Job>> {
     let jobs: JobList = ask(server, "GET", "/v1/jobs", LOOK_PATIENCE)?;
     let is_leaf = |layer: &Option<String>| layer.as_ref().is_some_and(|layer| Path::new(layer) == disk);
-    Ok(jobs.jobs.into_iter().find(|job| {
-        let is_under_way = matches!(job.state.as_str(), "running" | "paused");
-        is_under_way && job.disk == name && job.kind == "coalesce" && is_leaf(&job.layer_path)
-    }))
+    Ok(jobs
+        .jobs
+        .into_iter()
+        .find(|job| job.is_under_way() && job.disk == name && job.kind == "coalesce" && is_leaf(&job.layer_path)))
 }
 
 /// Waits until the server's job is done. False when this command was told to end before: the server goes on.
 fn follow(server: &Path, mut job: Job, disk: &Path, ending: &Ending) -> Result<bool> {
-    while matches!(job.state.as_str(), "running" | "paused") {
+    while job.is_under_way() {
         if job.state == "paused" {
             let error = Error::new(ErrorKind::Busy, format!("its job {} was paused", job.id));
             return Err(error.at_path(disk).hint(format!("spile job {} resume", job.id)));

@@ -110,7 +110,7 @@ pub fn jobs(args: &JobsArgs) -> Result<Exit> {
         table.add_row(row.map(|text| printable(&text)));
     }
     say(table);
-    let moving = jobs.iter().filter(|job| is_under_way(job));
+    let moving = jobs.iter().filter(|job| job.is_under_way());
     moving.filter_map(lag).for_each(say);
     for (job, error) in jobs.iter().filter_map(|job| Some((job, job.error.clone()?))) {
         say(format_args!("{}: {}", job.id, Failure { error }.into_error()));
@@ -183,7 +183,7 @@ fn find(id: &str) -> Result<Option<(PathBuf, String)>> {
         found => found?,
     };
     let jobs = servers.into_iter().filter(|(other, _)| *other == socket).flat_map(|(_, jobs)| jobs);
-    let of_disk: Vec<_> = jobs.filter(|job| job.disk == disk && is_under_way(job)).collect();
+    let of_disk: Vec<_> = jobs.filter(|job| job.disk == disk && job.is_under_way()).collect();
     match &of_disk[..] {
         [job] => Ok(Some((socket, job.id.clone()))),
         [one, other, ..] => {
@@ -200,19 +200,15 @@ fn find(id: &str) -> Result<Option<(PathBuf, String)>> {
     }
 }
 
-fn is_under_way(job: &Job) -> bool {
-    matches!(job.state.as_str(), "running" | "paused")
-}
-
 /// Waits until `job`, which was cancelled, has ended: then the disk may have another one. One whose storage does not answer is said to be at it
 /// still.
 fn cancelled(socket: &Path, mut job: Job) -> Result<Job> {
     let end = Instant::now() + CANCEL_PATIENCE;
-    while is_under_way(&job) && Instant::now() < end {
+    while job.is_under_way() && Instant::now() < end {
         std::thread::sleep(CANCEL_LOOK_EVERY);
         job = ask(socket, "GET", &format!("/v1/jobs/{}", job.id), LOOK_PATIENCE)?;
     }
-    if is_under_way(&job) {
+    if job.is_under_way() {
         complain(format_args!("the job {} is told to end, and ends when its storage answers", job.id));
         "cancelling".clone_into(&mut job.state);
     }

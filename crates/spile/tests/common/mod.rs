@@ -4,6 +4,7 @@
 pub mod control;
 pub mod faulty;
 pub mod guests;
+pub mod host;
 pub mod json_schema;
 pub mod mount;
 pub mod moves;

@@ -112,8 +112,11 @@ impl Released {
 
     /// The next block that is punched beside flushes, and how much of it is punched already.
     fn next_beside(&mut self) -> Option<(u32, u64)> {
-        let left = if self.holds { &mut self.left } else { &mut Vec::new() };
-        self.begun.take().or_else(|| self.settled.pop().or_else(|| left.pop()).map(|sector| (sector, 0)))
+        let next = self.begun.take().or_else(|| self.settled.pop().map(|sector| (sector, 0)));
+        match self.holds {
+            true => next.or_else(|| self.left.pop().map(|sector| (sector, 0))),
+            false => next,
+        }
     }
 }
 

@@ -244,11 +244,10 @@ async fn attach(State(context): State<Context>, body: Body) -> Answer {
     responses((status = 200, body = Detached), (status = "default", body = Failure)))]
 async fn detach(State(context): State<Context>, Path(name): Path<String>, RawQuery(query): RawQuery) -> Answer {
     let force = query.is_some_and(|query| matches!(query.as_str(), "force" | "force=true"));
-    let is_open = |job: &Job| matches!(job.state.as_str(), "running" | "paused");
     let jobs =
         |view: &View| Ok::<_, Error>(view.jobs(&context.server)?.into_iter().filter(|job| job.disk == name).collect());
     let mut before: Vec<Job> = jobs(&context.view)?;
-    before.retain(is_open);
+    before.retain(Job::is_under_way);
     context.ask(Order::Detach { name: name.clone(), force }).await?;
     let mut ended_jobs: Vec<Job> = jobs(&context.view)?;
     ended_jobs.retain(|job| job.state != "done" && before.iter().any(|other| other.id == job.id));

@@ -557,6 +557,13 @@ pub struct Job {
     pub pid: u32,
 }
 
+impl Job {
+    /// It is not over: it runs, or is paused.
+    pub fn is_under_way(&self) -> bool {
+        matches!(self.state.as_str(), "running" | "paused")
+    }
+}
+
 /// How far the move of a disk is.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Motion {
