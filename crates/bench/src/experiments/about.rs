@@ -120,6 +120,13 @@ pub const EXPERIMENTS: &[About] = &[
         article: "",
         found: "",
     },
+    About {
+        name: "promises",
+        sentence: "Whether what is promised of the life of a disk is kept: clones, deletes, merges, mirrors, moves, cut links, backups, changes and \
+                   sparse copies, each promise beside what was seen.",
+        article: "",
+        found: "",
+    },
 ];
 
 /// What is told of the experiment of that name.

@@ -6,7 +6,7 @@ use serde_json::{Error, Value};
 
 use super::{
     Figures, Outcome, aggregate, checkpoint, crowd, density, depth, exchange, geometry, hung, layers, limit, merge,
-    paths, shape, snapshot, tune, warmup,
+    paths, promises, shape, snapshot, tune, warmup,
 };
 
 /// What a result file shows.
@@ -36,6 +36,7 @@ const EXPERIMENTS: &[(&str, Show)] = &[
     ("hung", |json| show_as(json, hung::figures, hung::found)),
     ("limit", |json| show_as(json, limit::figures, limit::found)),
     ("checkpoint", |json| show_as(json, checkpoint::figures, checkpoint::found)),
+    ("promises", |json| show_as(json, promises::figures, promises::found)),
 ];
 
 /// What the result file `json` of the experiment of that name shows; `None` when there is no such experiment.

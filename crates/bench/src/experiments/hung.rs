@@ -142,6 +142,14 @@ pub fn run(
     Ok((Outcome { experiment: "hung".to_owned(), host, parameters: parameters.clone(), rows }, left_out))
 }
 
+/// The rounds of a disk in `images` whose backup's target stops answering, and nothing else; processes meet in `sockets`.
+///
+/// # Errors
+/// As [`run`].
+pub(super) fn beside_a_backup(sockets: &Path, images: &Path, parameters: &Parameters) -> Result<Vec<Row>> {
+    World::new(sockets, Store::BackupTarget, &Healthy::new(images)?, parameters)?.rounds(parameters)
+}
+
 /// The image of the healthy disk.
 struct Healthy(PathBuf);
 

@@ -119,6 +119,15 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
     Ok(Outcome { experiment: "limit".to_owned(), host, parameters: parameters.clone(), rows })
 }
 
+/// The longest time until a lower limit holds, and until a limit that is gone holds nobody, of so many changes each, in milliseconds. The
+/// server's sockets are in `folder`.
+///
+/// # Errors
+/// When the server does not start or a request fails.
+pub(super) fn changes_ms(folder: &Path, changes: u32) -> Result<(f64, f64)> {
+    World::start(folder, &Parameters { changes, ..Parameters::new(true) })?.changes()
+}
+
 /// The server.
 struct World<'a> {
     process: Tied,

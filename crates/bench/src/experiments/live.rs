@@ -11,10 +11,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
-use serde_json::json;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
+use spile_server::serving::api::checkpoints::CheckpointList;
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, escape, typed};
-use spile_server::serving::api::types::{Job, NewJob, NewSnapshot, Snapshot};
+use spile_server::serving::api::discovery::EXTENSION;
+use spile_server::serving::api::types::{Job, JobList, NewJob, NewSnapshot, Snapshot};
 use spile_server::serving::faults::SLOW_VARIABLE;
 use spile_server::uri::{Address, NbdUri, Target};
 
@@ -26,7 +29,7 @@ pub const SLOW_BYTES: u64 = 1 << 20;
 /// How long guests run before anything else begins.
 const SETTLE: Duration = Duration::from_millis(100);
 /// How often a job is looked at.
-const LOOK_EVERY: Duration = Duration::from_millis(5);
+const LOOK_EVERY: Duration = Duration::from_millis(2);
 /// Bytes of a request that fills a disk.
 const FILL_BYTES: u32 = 1 << 20;
 
@@ -56,7 +59,7 @@ pub struct Felt {
 }
 
 /// The name of a disk on its server.
-fn name(disk: usize) -> String {
+pub fn name(disk: usize) -> String {
     format!("d{disk}")
 }
 
@@ -109,8 +112,7 @@ impl Live {
 
     /// A client on the part of a disk whose requests take longer: there is always one of its reads in flight.
     pub fn slow_client(&self, disk: usize) -> Options {
-        let uri = NbdUri::new(Address::Unix(nbd_socket(&self.folder)), name(disk));
-        Options { depth: 1, span_bytes: Some(SLOW_BYTES), ..Options::new(Target::Nbd(uri)) }
+        Options { depth: 1, span_bytes: Some(SLOW_BYTES), ..Options::new(Target::Nbd(self.nbd(&name(disk)))) }
     }
 
     /// Writes all of a disk once.
@@ -139,12 +141,19 @@ impl Live {
     /// When it is refused or cannot be made durable.
     pub fn snapshot(&self, snapshot: &str) -> Result<Snapshot> {
         let order = NewSnapshot { disks: (0..self.disks).map(name).collect(), name: snapshot.to_owned() };
-        let made = call(&control(&self.folder), "POST", "/v1/snapshots", Some(&json!(order)), CHANGE_PATIENCE)?;
-        let made: Snapshot = typed(made)?;
+        let made: Snapshot = self.call("POST", "/v1/snapshots", Some(&json!(order)))?;
         match &made.trouble {
             Some(trouble) => Err(Error::new(ErrorKind::Io, format!("a snapshot was made, but {trouble}"))),
             None => Ok(made),
         }
+    }
+
+    /// Calls the server: `path` begins with `/v1/`. The answer is one of the API's types, or a plain value.
+    ///
+    /// # Errors
+    /// What the server answers.
+    pub fn call<T: DeserializeOwned>(&self, method: &str, path: &str, body: Option<&Value>) -> Result<T> {
+        typed(call(&self.control(), method, path, body, CHANGE_PATIENCE)?)
     }
 
     /// The disk 0 gets a checkpoint of that name.
@@ -153,7 +162,18 @@ impl Live {
     /// When it is refused or cannot be made.
     pub fn checkpoint(&self, checkpoint: &str) -> Result<()> {
         let path = format!("/v1/disks/{}/checkpoints", name(0));
-        call(&control(&self.folder), "POST", &path, Some(&json!({ "name": checkpoint })), CHANGE_PATIENCE).map(drop)
+        self.call("POST", &path, Some(&json!({ "name": checkpoint }))).map(|_: Value| ())
+    }
+
+    /// Bytes in the blocks of the disk 0 that have changed since the checkpoint of that name.
+    ///
+    /// # Errors
+    /// `NotFound` when there is none.
+    pub fn changed_bytes(&self, checkpoint: &str) -> Result<u64> {
+        let told: CheckpointList = self.call("GET", &format!("/v1/disks/{}/checkpoints", name(0)), None)?;
+        let found = told.checkpoints.into_iter().find(|told| told.name == checkpoint);
+        let found = found.ok_or_else(|| Error::new(ErrorKind::NotFound, format!("no checkpoint {checkpoint}")))?;
+        Ok(found.changed_bytes)
     }
 
     /// The disk 0 loses the checkpoint of that name.
@@ -162,12 +182,82 @@ impl Live {
     /// When there is none, or its file cannot be written.
     pub fn remove_checkpoint(&self, checkpoint: &str) -> Result<()> {
         let path = format!("/v1/disks/{}/checkpoints/{checkpoint}", name(0));
-        call(&control(&self.folder), "DELETE", &path, None, CHANGE_PATIENCE).map(drop)
+        self.call("DELETE", &path, None).map(|_: Value| ())
     }
 
     /// The server's process.
     pub fn id(&self) -> u32 {
         self.process.id()
+    }
+
+    /// Its control socket. Commands that [`run_to_end`] runs find the server by it.
+    pub fn control(&self) -> PathBuf {
+        control(&self.folder)
+    }
+
+    /// The address of an NBD export of this server.
+    pub fn nbd(&self, export: &str) -> NbdUri {
+        NbdUri::new(Address::Unix(nbd_socket(&self.folder)), export.to_owned())
+    }
+
+    /// Begins a job.
+    ///
+    /// # Errors
+    /// When it is refused.
+    pub fn begin(&self, order: &NewJob) -> Result<Job> {
+        self.call("POST", "/v1/jobs", Some(&json!(order)))
+    }
+
+    /// How far a job is.
+    ///
+    /// # Errors
+    /// When there is no such job.
+    pub fn job(&self, id: &str) -> Result<Job> {
+        ask(&self.control(), "GET", &job_path(id), LOOK_PATIENCE)
+    }
+
+    /// The job that the disk 0 has, or had last.
+    ///
+    /// # Errors
+    /// `NotFound` when it has none.
+    pub fn last_job(&self) -> Result<Job> {
+        let told: JobList = self.call("GET", "/v1/jobs", None)?;
+        let found = told.jobs.into_iter().rfind(|job| job.disk == name(0));
+        found.ok_or_else(|| Error::new(ErrorKind::NotFound, "the disk has no job"))
+    }
+
+    /// Has a job do something else from now on.
+    ///
+    /// # Errors
+    /// When it is refused.
+    pub fn change_job(&self, id: &str, change: &Value) -> Result<()> {
+        self.call("PATCH", &job_path(id), Some(change)).map(|_: Value| ())
+    }
+
+    /// Waits until a job is so, for `patience` at most; it is looked at every few milliseconds. `None` when it was not so by then.
+    ///
+    /// # Errors
+    /// When it fails or is cancelled before, or the server has ended.
+    pub fn wait_for(
+        &mut self,
+        id: &str,
+        patience: Duration,
+        mut is_so: impl FnMut(&Job) -> bool,
+    ) -> Result<Option<Job>> {
+        let end = Instant::now() + patience;
+        loop {
+            let job = self.job(id)?;
+            match job.state.as_str() {
+                _ if is_so(&job) => return Ok(Some(job)),
+                "running" if Instant::now() > end => return Ok(None),
+                "running" => std::thread::sleep(LOOK_EVERY),
+                other => {
+                    self.process.check()?;
+                    let why = job.error.map(|error| format!(": {}", error.message)).unwrap_or_default();
+                    return Err(Error::new(ErrorKind::Io, format!("the {} has {other}{why}", job.kind)));
+                }
+            }
+        }
     }
 
     /// Has a job do its work on the disk 0, and waits for its end, for `patience` at most. `None` when it had not ended by then: it is
@@ -182,30 +272,21 @@ impl Live {
         patience: Duration,
         mut each: impl FnMut(),
     ) -> Result<Option<Job>> {
-        let order =
-            NewJob { disk: name(0), kind: kind.to_owned(), layer: layer.map(str::to_owned), ..NewJob::default() };
-        let end = Instant::now() + patience;
-        let job: Job = typed(call(&control(&self.folder), "POST", "/v1/jobs", Some(&json!(order)), CHANGE_PATIENCE)?)?;
-        let path = format!("/v1/jobs/{}", escape(&job.id));
-        loop {
-            let job: Job = ask(&control(&self.folder), "GET", &path, LOOK_PATIENCE)?;
+        let layer = layer.map(str::to_owned);
+        let job = self.begin(&NewJob { disk: name(0), kind: kind.to_owned(), layer, ..NewJob::default() })?;
+        let ended = self.wait_for(&job.id, patience, |job| {
             each();
-            match job.state.as_str() {
-                "done" => return Ok(Some(job)),
-                "running" if Instant::now() < end => std::thread::sleep(LOOK_EVERY),
-                "running" => {
-                    let cancel = json!({ "state": "cancelled" });
-                    call(&control(&self.folder), "PATCH", &path, Some(&cancel), CHANGE_PATIENCE)?;
-                    return Ok(None);
-                }
-                other => {
-                    self.process.check()?;
-                    let why = job.error.map(|error| format!(": {}", error.message)).unwrap_or_default();
-                    return Err(Error::new(ErrorKind::Io, format!("the {kind} has {other}{why}")));
-                }
-            }
+            job.state == "done"
+        })?;
+        if ended.is_none() {
+            self.change_job(&job.id, &json!({ "state": "cancelled" }))?;
         }
+        Ok(ended)
     }
+}
+
+fn job_path(id: &str) -> String {
+    format!("/v1/jobs/{}", escape(id))
 }
 
 fn guest_socket(folder: &Path, disk: usize) -> PathBuf {
@@ -217,7 +298,7 @@ fn nbd_socket(folder: &Path) -> PathBuf {
 }
 
 fn control(folder: &Path) -> PathBuf {
-    folder.join("control")
+    folder.join(format!("live.{EXTENSION}"))
 }
 
 /// Runs `loads` while `work` runs, and some time before. What `work` has done, and what the guests of the loads felt.
@@ -277,13 +358,38 @@ pub fn create_child(path: &Path, parent: &Path) -> Result<()> {
 }
 
 /// Folders of memory lie below `/dev`, where parents are looked for only when that is said.
-fn allow_parents(image: &Path) -> [OsString; 2] {
+pub fn allow_parents(image: &Path) -> [OsString; 2] {
     ["--allow-parents".into(), image.parent().unwrap_or(image).into()]
 }
 
-fn run_to_end(args: Vec<OsString>) -> Result<()> {
+/// Runs a command of this program, and waits until it has succeeded. What it says is dropped.
+///
+/// # Errors
+/// When it fails; it has said why on stderr.
+pub fn run_to_end(args: Vec<OsString>) -> Result<()> {
     let name = format!("spile {}", args[0].display());
     Tied::start(name, args)?.wait_for_success()
+}
+
+/// Bytes of the writes that the upper images of [`chains`] have got.
+const CHAIN_WRITE_BYTES: u32 = 64 << 10;
+
+/// A server of disks `disk0.vhd`, `disk1.vhd` and so on in `images`, each with a chain of three: a full image, `base`; one with a fourth of the
+/// disk, `middle`; and the leaf with an eighth, written here and there. With several disks the names of the images begin with the disk's.
+///
+/// # Errors
+/// When an image cannot be made, or the server does not start.
+pub fn chains(sockets: &Path, images: &Path, disks: usize, size_bytes: u64) -> Result<Live> {
+    let paths: Vec<PathBuf> = (0..disks).map(|disk| images.join(format!("disk{disk}.vhd"))).collect();
+    paths.iter().try_for_each(|path| create(path, size_bytes))?;
+    let live = Live::start(sockets, &paths, None)?;
+    let writes = size_bytes / u64::from(CHAIN_WRITE_BYTES);
+    (0..disks).try_for_each(|disk| live.fill(disk, size_bytes))?;
+    for (snapshot, share, seed) in [("base", 4, 1), ("middle", 8, 2)] {
+        live.snapshot(snapshot)?;
+        (0..disks).try_for_each(|disk| live.scatter(disk, CHAIN_WRITE_BYTES, writes / share, seed))?;
+    }
+    Ok(live)
 }
 
 /// Bytes that the files of a folder take on the host.

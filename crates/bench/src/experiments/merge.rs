@@ -19,15 +19,13 @@ use spile_server::units::format_size;
 use utoipa::ToSchema;
 
 use super::filled::check_room;
-use super::live::{Felt, Live, MIXED, WRITES, allocated_bytes, beside, create};
+use super::live::{Felt, Live, MIXED, WRITES, allocated_bytes, beside, chains};
 use super::ratios::{self, Pair};
 use super::sample::median;
 use super::world::Folder;
 use super::{Figures, HostFacts, Outcome, right, table};
 use crate::load;
 
-/// Bytes of the writes that the upper images of the chain have got.
-const WRITE_BYTES: u32 = 64 << 10;
 /// Beside the work, 99 of 100 requests may take so many times as long.
 const PROMISED_P99: f64 = 2.0;
 /// The work may take so much more space while it runs, in bytes.
@@ -244,17 +242,7 @@ impl World<'_> {
     /// A server of a disk with a new chain of three.
     fn chain(&self) -> Result<Live> {
         std::fs::create_dir(&self.images).map_err(|e| Error::io("make the folder", e)).at_path(&self.images)?;
-        let path = self.images.join("disk.vhd");
-        let size_bytes = self.parameters.disk_bytes;
-        create(&path, size_bytes)?;
-        let live = Live::start(self.sockets, &[path], None)?;
-        let writes = size_bytes / u64::from(WRITE_BYTES);
-        live.fill(0, size_bytes)?;
-        live.snapshot("base")?;
-        live.scatter(0, WRITE_BYTES, writes / 4, 1)?;
-        live.snapshot("middle")?;
-        live.scatter(0, WRITE_BYTES, writes / 8, 2)?;
-        Ok(live)
+        chains(self.sockets, &self.images, 1, self.parameters.disk_bytes)
     }
 
     fn remove(&self) -> Result<()> {

@@ -8,7 +8,7 @@
 //!   and shows what the one feels when the other's store stops answering. [`limit`] shows whether limits hold what they promise. [`exchange`] has a disk in this process, and shows what its
 //!   clients feel of an exchange of graphs.
 //! - The life of a disk: [`snapshot`] and [`merge`] show what guests feel while their disks' images are changed, [`checkpoint`] what it costs them that
-//!   changes are tracked. [`live`] starts the server and the guests of all three.
+//!   changes are tracked. [`promises`] has the rest of what is promised of it, line by line. [`live`] starts the server and the guests of all four.
 //! - Ways to a Xen guest's memory: [`paths`] has one guest and one disk, and shows where a request's time goes; [`aggregate`] has many
 //!   of both. There is a process for each disk ([`world`] starts them), and one for each guest ([`guest`]). On a host without Xen
 //!   the guests are those of `spile_lab::xen`: the order of the paths and the shape of their curves mean something there, Xen's
@@ -36,6 +36,7 @@ pub mod merge;
 pub mod paths;
 pub mod plot;
 pub mod process;
+pub mod promises;
 mod ratios;
 pub mod rings;
 pub mod sample;

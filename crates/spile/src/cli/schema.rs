@@ -37,7 +37,7 @@ use super::trouble::{AcceptedLoss, GoesOn, TroublePolicy};
 use super::{Exit, print_text};
 use crate::bench::{
     Outcome, aggregate, checkpoint, crowd, density, depth, exchange, geometry, hung, layers, limit, merge, paths,
-    shape, snapshot, tune, warmup,
+    promises, shape, snapshot, tune, warmup,
 };
 use crate::load::Report;
 
@@ -111,6 +111,7 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("bench hung", of_experiment::<hung::Parameters, hung::Row>),
     ("bench limit", of_experiment::<limit::Parameters, limit::Row>),
     ("bench checkpoint", of_experiment::<checkpoint::Parameters, checkpoint::Row>),
+    ("bench promises", of_experiment::<promises::Parameters, promises::Row>),
     ("tune", of_experiment::<tune::Asked, tune::Row>),
     ("demo", of::<Shown>),
     ("error", of::<Failure>),

@@ -28,7 +28,7 @@ const STATE: &str = "all.state";
 /// fails does not keep the others from running.
 #[derive(Debug, Args)]
 pub struct AllArgs {
-    /// Few points, short: four minutes instead of an hour
+    /// Few points, short: five minutes instead of an hour
     #[arg(long)]
     quick: bool,
     /// Print the summary as one JSON object
@@ -46,7 +46,7 @@ pub struct AllArgs {
     /// Where experiments on the host's device put their files [default: the folder for temporary files]
     #[arg(long, value_name = "DIR")]
     folder: Option<PathBuf>,
-    /// The time within which all of it ends (1h, quick: 4m)
+    /// The time within which all of it ends (1h, quick: 5m)
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     within: Option<Duration>,
 }
@@ -84,7 +84,7 @@ const SET: &[Member] = &[
     Member { name: "geometry", options: USUAL, seconds: [180, 10], on: On::Device },
     Member { name: "warmup", options: USUAL, seconds: [330, 12], on: On::Device },
     Member { name: "density", options: [&["--guests"], &["--guests"]], seconds: [420, 16], on: On::Memory },
-    Member { name: "paths", options: USUAL, seconds: [180, 16], on: On::Memory },
+    Member { name: "paths", options: USUAL, seconds: [60, 16], on: On::Memory },
     Member {
         name: "aggregate",
         options: [&["--sizes", "4k,64k,1M", "--seconds", "2"], &[]],
@@ -98,10 +98,11 @@ const SET: &[Member] = &[
     Member { name: "hung", options: [&["--rounds", "5"], &[]], seconds: [110, 19], on: On::Memory },
     Member { name: "limit", options: [&["--rounds", "3"], &[]], seconds: [40, 10], on: On::Memory },
     Member { name: "checkpoint", options: [&["--rounds", "10"], &[]], seconds: [40, 6], on: On::Memory },
+    Member { name: "promises", options: [&["--rounds", "1"], &[]], seconds: [120, 60], on: On::Folder },
 ];
 
 /// The time within which the set ends, in seconds: a long run, and a quick one.
-const WITHIN_SECONDS: [u64; 2] = [3600, 240];
+const WITHIN_SECONDS: [u64; 2] = [3600, 300];
 
 /// The experiment's command line, as clap parses it.
 #[derive(Debug, Parser)]

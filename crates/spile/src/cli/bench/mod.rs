@@ -15,6 +15,7 @@ mod layers;
 mod limit;
 mod merge;
 mod paths;
+mod promises;
 mod shape;
 mod snapshot;
 mod warmup;
@@ -69,6 +70,7 @@ enum Experiment {
     Hung(hung::HungArgs),
     Limit(limit::LimitArgs),
     Checkpoint(checkpoint::CheckpointArgs),
+    Promises(promises::PromisesArgs),
 }
 
 /// Runs `spile bench`.
@@ -97,5 +99,6 @@ fn run_experiment(experiment: &Experiment) -> Result<Exit> {
         Experiment::Hung(args) => hung::run(args),
         Experiment::Limit(args) => limit::run(args),
         Experiment::Checkpoint(args) => checkpoint::run(args),
+        Experiment::Promises(args) => promises::run(args),
     }
 }
