@@ -522,3 +522,72 @@ fn limits_are_measured_beside_their_promises() {
     let said = ok(dir.path(), &["bench", "limit", "--quick"]);
     assert!(said.contains("requests/s on mixed sizes, by the limit") && said.contains("0.95 to 1.05"), "{said}");
 }
+
+/// The rows of a quick run of lines of `bench promises`, each with its line, its figure and its one round.
+fn promises(lines: &[&str]) -> Vec<(String, String, f64)> {
+    let dir = tempfile::tempdir().unwrap();
+    let only: Vec<&str> = lines.iter().flat_map(|line| ["--only", line]).collect();
+    let outcome = json(dir.path(), &[&["bench", "promises", "--quick", "--folder", "."], &only[..]].concat());
+    assert_host(&outcome);
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "the images are removed");
+    let one = |row: &Value| {
+        let is_promised = !row["promised"].is_null();
+        assert_eq!(is_promised, row["kept"].is_boolean(), "{row}");
+        let value = number(row, "median");
+        assert!(row["rounds"].as_array().unwrap().len() == 1 && row["rounds"][0] == value && row["worst"] == value);
+        (row["line"].as_str().unwrap().to_owned(), row["figure"].as_str().unwrap().to_owned(), value)
+    };
+    let rows: Vec<_> = rows(&outcome).iter().map(one).collect();
+    let mut seen: Vec<&str> = rows.iter().map(|(line, ..)| &**line).collect();
+    seen.dedup();
+    assert_eq!(seen, lines);
+    rows
+}
+
+fn value(rows: &[(String, String, f64)], figure: &str) -> f64 {
+    let found = rows.iter().find(|row| row.1 == figure);
+    found.unwrap_or_else(|| panic!("{figure} is not among {rows:?}")).2
+}
+
+#[test]
+fn promises_on_images_and_jobs_have_their_lines() {
+    let lines = ["clone", "delete", "four-merges", "killed-merge", "hung-backup", "changes", "cold-snapshot", "sparse"];
+    let rows = promises(&lines);
+    for figure in ["clone-first-answer-ms", "clone-of-a-disk-in-use-ms", "delete-ms", "cancel-move-ms", "limit-gone-ms"]
+    {
+        assert!(value(&rows, figure) > 0.0, "{figure}: {rows:?}");
+    }
+    assert!(value(&rows, "clone-ms") < value(&rows, "clone-first-answer-ms"), "{rows:?}");
+    assert!(value(&rows, "merges-at-once") >= 1.0 && value(&rows, "merges-mib-per-s") > 0.0, "{rows:?}");
+    // The whole of it would be a second: 8 MiB at this rate.
+    assert!(value(&rows, "killed-merge-again-s") < 1.0, "{rows:?}");
+    for figure in ["sparse-raw-ratio", "sparse-vhd-ratio", "sparse-backup-ratio", "sparse-move-ratio"] {
+        let ratio = value(&rows, figure);
+        // A copy of all the disk would take eight times as much.
+        assert!((0.9..2.0).contains(&ratio), "{figure}: {rows:?}");
+    }
+}
+
+#[test]
+fn promises_on_another_host_have_their_lines() {
+    let rows = promises(&["mirror", "hand-over", "link-cut", "return-trip"]);
+    assert!(value(&rows, "hand-over-ms") > 0.0, "{rows:?}");
+    // What has changed is sent, and of the disk only a part.
+    assert!(value(&rows, "link-cut-sent-ratio") >= 1.0 && value(&rows, "link-cut-sent-mib") < 32.0, "{rows:?}");
+    assert!(
+        value(&rows, "return-trip-sent-ratio") >= 1.0 && value(&rows, "return-trip-of-disk-ratio") < 0.9,
+        "{rows:?}"
+    );
+    assert!(value(&rows, "mirror-lag-mib") > 0.0, "{rows:?}");
+}
+
+#[test]
+fn promises_are_told_beside_what_was_seen() {
+    let dir = tempfile::tempdir().unwrap();
+    let args = ["bench", "promises", "--quick", "--folder", ".", "--only", "sparse"];
+    let said = ok(dir.path(), &args);
+    assert!(said.contains("≤ 1.1") && said.contains("of 4 promises are kept"), "{said}");
+    let said = fails(dir.path(), 2, &["bench", "promises", "--only", "flying"]);
+    assert!(said.contains("link-cut"), "{said}");
+    assert!(fails(dir.path(), 2, &[&args[..], &["--size", "33M"]].concat()).contains("multiples of 16 MiB"));
+}

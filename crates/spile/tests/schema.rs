@@ -206,6 +206,7 @@ fn loads_and_experiments_print_what_their_schemas_say() {
     assert_prints(dir, "bench hung", &short);
     assert_prints(dir, "bench limit", &short);
     assert_prints(dir, "bench checkpoint", &short);
+    assert_prints(dir, "bench promises", &[&short[..], &["--only", "sparse", "--folder", "."]].concat());
     let set = ["--only", "depth", "--only", "density", "--only", "layers", "--only", "geometry", "--only", "warmup"];
     assert_prints(dir, "bench all", &[&["--quick", "--folder", ".", "--out", "o"][..], &set].concat());
     assert_prints(

@@ -123,8 +123,14 @@ pub enum Figure {
     LimitHoldsMs,
     /// Until a limit is gone.
     LimitGoneMs,
-    /// From the cancel of a job to its end: the longest of a merge, a flatten, a move and a backup.
-    CancelMs,
+    /// From the cancel of a merge to its end.
+    CancelMergeMs,
+    /// The same of a flatten.
+    CancelFlattenMs,
+    /// The same of a move.
+    CancelMoveMs,
+    /// The same of a backup.
+    CancelBackupMs,
     /// A guest's longest request with a snapshot, less that without.
     ColdSnapshotLongerMs,
     /// For how long the snapshot kept requests waiting.
@@ -215,7 +221,10 @@ impl Figure {
             Self::HungBackupP99Ratio => of_runs(HungBackup, "guest's p99, by without a backup", "times", UNTOUCHED),
             Self::LimitHoldsMs => at_most(Changes, "until a new limit holds", "ms", 100.0),
             Self::LimitGoneMs => at_most(Changes, "until a limit is gone", "ms", 100.0),
-            Self::CancelMs => at_most(Changes, "from a job's cancel to its end", "ms", 100.0),
+            Self::CancelMergeMs => at_most(Changes, "from the cancel of a merge to its end", "ms", 100.0),
+            Self::CancelFlattenMs => at_most(Changes, "of a flatten", "ms", 100.0),
+            Self::CancelMoveMs => at_most(Changes, "of a move", "ms", 100.0),
+            Self::CancelBackupMs => at_most(Changes, "of a backup", "ms", 100.0),
             Self::ColdSnapshotLongerMs => of_runs(ColdSnapshot, "guest's longest request, longer by", "ms", 1.0),
             Self::ColdSnapshotStallMs => told(ColdSnapshot, "requests wait for the snapshot", "ms"),
             Self::SparseRawRatio => at_most(Sparse, "space by the source's, convert to raw", "times", NO_MORE),

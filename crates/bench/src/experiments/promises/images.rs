@@ -70,7 +70,7 @@ pub(super) fn delete(world: &World, round: u32) -> Result<Seen> {
     let guest = |live: &Live| live.guests(world.parameters.depth);
     let new_chain = || {
         world.clear()?;
-        chains(world.sockets, &world.images, 1, world.parameters.disk_bytes)
+        chains(world.sockets, &world.images, 1, world.parameters.disk_bytes / 2)
     };
     let without = || {
         let live = new_chain()?;

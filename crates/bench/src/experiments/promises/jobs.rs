@@ -1,13 +1,12 @@
 //! The lines on jobs: several merges at a time, one that is killed, a backup whose target hangs, and what changes at once.
 
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
 use spile_core::{Error, ErrorKind, Result};
 use spile_server::serving::api::types::{Job, JobList, NewJob};
 
-use super::super::live::{Live, beside, chains, name};
+use super::super::live::{Live, beside, chains, create, name};
 use super::super::world::Folder;
 use super::super::{hung, limit};
 use super::{Figure, PATIENCE, Seen, World, in_turns, mib};
@@ -15,7 +14,7 @@ use super::{Figure, PATIENCE, Seen, World, in_turns, mib};
 /// Disks whose chains are merged at the same time.
 const MERGES: usize = 4;
 /// A merge that is killed, and a job that is cancelled, move so many bytes in a second.
-const SLOW_BYTES_PER_S: u64 = 4 << 20;
+const SLOW_BYTES_PER_S: u64 = 8 << 20;
 /// Changes of a limit in each direction in a round.
 const CHANGES: u32 = 3;
 /// How often a job that ends is looked at.
@@ -80,26 +79,32 @@ fn merge_all(live: &Live) -> Result<Merged> {
 
 /// A server is killed in the middle of a merge of the leaf, and the next one goes on with it.
 pub(super) fn killed_merge(world: &World) -> Result<Seen> {
-    let mut live = chains(world.sockets, &world.images, 1, world.parameters.disk_bytes)?;
+    let disk = world.images.join("disk.vhd");
+    create(&disk, world.parameters.disk_bytes)?;
+    let mut live = Live::start(world.sockets, std::slice::from_ref(&disk), None)?;
+    live.fill(0, world.parameters.disk_bytes)?;
+    live.snapshot("base")?;
+    // So many bytes are moved once.
+    let leaf_bytes = world.parameters.disk_bytes / 4;
+    live.fill(0, leaf_bytes)?;
     let slow = NewJob { limit_bytes_per_s: Some(SLOW_BYTES_PER_S), ..order(0, "coalesce") };
     let job = live.begin(&slow)?;
-    let half = live.wait_for(&job.id, PATIENCE, |job| job.total_bytes > 0 && job.done_bytes * 2 > job.total_bytes)?;
+    let half = live.wait_for(&job.id, PATIENCE, |job| job.done_bytes > leaf_bytes / 2)?;
     let half = half.ok_or_else(|| Error::new(ErrorKind::TimedOut, "the merge does not come to its middle"))?;
     // Killed, not ended.
     drop(live);
     let begun = Instant::now();
-    let disk: PathBuf = world.images.join("disk0.vhd");
     let mut live = Live::start(world.sockets, &[disk], None)?;
     let id = live.last_job()?.id;
-    let left = live.wait_for(&id, PATIENCE, |job| job.total_bytes > 0)?;
-    let goes_on_ms = begun.elapsed().as_secs_f64() * 1e3;
-    let left = left.ok_or_else(|| Error::new(ErrorKind::TimedOut, "the merge does not go on"))?;
-    live.change_job(&id, &json!({ "limit_bytes_per_s": 0 }))?;
-    if live.wait_for(&id, PATIENCE, |job| job.state == "done")?.is_none() {
-        return Err(Error::new(ErrorKind::TimedOut, "the merge does not end after the kill"));
+    if live.wait_for(&id, PATIENCE, |job| job.total_bytes > 0)?.is_none() {
+        return Err(Error::new(ErrorKind::TimedOut, "the merge does not go on"));
     }
+    let goes_on_ms = begun.elapsed().as_secs_f64() * 1e3;
+    live.change_job(&id, &json!({ "limit_bytes_per_s": 0 }))?;
+    let ended = live.wait_for(&id, PATIENCE, |job| job.state == "done")?;
+    let ended = ended.ok_or_else(|| Error::new(ErrorKind::TimedOut, "the merge does not end after the kill"))?;
     live.end()?;
-    let again_bytes = (half.done_bytes + left.total_bytes).saturating_sub(half.total_bytes);
+    let again_bytes = (half.done_bytes + ended.done_bytes).saturating_sub(leaf_bytes);
     Ok(vec![
         (Figure::KilledMergeAgainS, again_bytes as f64 / SLOW_BYTES_PER_S as f64),
         (Figure::KilledMergeGoesOnMs, goes_on_ms),
@@ -126,14 +131,20 @@ pub(super) fn changes(world: &World) -> Result<Seen> {
     let sockets = Folder::inside(world.sockets, "limits")?;
     let (holds_ms, gone_ms) = limit::changes_ms(sockets.path(), CHANGES)?;
     let mut live = chains(world.sockets, &world.images, 1, world.parameters.disk_bytes)?;
-    let (cancel_ms, _) = beside(live.guests(world.parameters.depth), || {
-        let mut longest_ms = 0.0_f64;
-        for kind in ["coalesce", "flatten", "move", "backup"] {
-            longest_ms = longest_ms.max(cancel_ms(world, &mut live, kind)?);
-        }
-        Ok(longest_ms)
+    let (mut seen, _) = beside(live.guests(world.parameters.depth), || {
+        let kinds = [
+            ("coalesce", Figure::CancelMergeMs),
+            ("flatten", Figure::CancelFlattenMs),
+            ("move", Figure::CancelMoveMs),
+            ("backup", Figure::CancelBackupMs),
+        ];
+        kinds
+            .into_iter()
+            .map(|(kind, figure)| Ok((figure, cancel_ms(world, &mut live, kind)?)))
+            .collect::<Result<Seen>>()
     })?;
-    Ok(vec![(Figure::LimitHoldsMs, holds_ms), (Figure::LimitGoneMs, gone_ms), (Figure::CancelMs, cancel_ms)])
+    seen.extend([(Figure::LimitHoldsMs, holds_ms), (Figure::LimitGoneMs, gone_ms)]);
+    Ok(seen)
 }
 
 /// Begins a job, cancels it once it has done something, and returns how long its end takes, in milliseconds.
