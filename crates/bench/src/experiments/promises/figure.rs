@@ -99,6 +99,8 @@ pub enum Figure {
     MirrorCostSmallRatio,
     /// What it takes of the writes of a guest: 256 KiB, one after the other.
     MirrorCostLargeRatio,
+    /// For which part of the run with writes of 256 KiB the mirror was in step.
+    MirrorInStepRatio,
     /// The most that the copy lacked during the writes of 256 KiB.
     MirrorLagMib,
     /// The longest time by which it was late then.
@@ -209,8 +211,9 @@ impl Figure {
             Self::KilledMergeGoesOnMs => told(KilledMerge, "start of the next server until it goes on", "ms"),
             Self::MirrorCostSmallRatio => of_runs(Mirror, "taken of a guest's requests, 4 KiB, 70/30", "times", 0.15),
             Self::MirrorCostLargeRatio => of_runs(Mirror, "taken of a guest's writes of 256 KiB", "times", 0.15),
-            Self::MirrorLagMib => told(Mirror, "most lag beside writes of 256 KiB", "MiB"),
-            Self::MirrorLagMs => told(Mirror, "longest lag beside them", "ms"),
+            Self::MirrorInStepRatio => told(Mirror, "part of the time in step beside them", "times"),
+            Self::MirrorLagMib => told(Mirror, "most lag beside them", "MiB"),
+            Self::MirrorLagMs => told(Mirror, "longest lag", "ms"),
             Self::HandOverMs => at_most(HandOver, "requests wait for the hand-over", "ms", 100.0),
             Self::HandOverLongestMs => told(HandOver, "guest's longest request, longer by", "ms"),
             Self::LinkCutSentRatio => at_most(LinkCut, "sent again, by what has changed", "times", ONLY_CHANGED),

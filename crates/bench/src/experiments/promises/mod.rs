@@ -154,7 +154,8 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
         for round in 0..parameters.rounds {
             let done = number as f64 + f64::from(round) / f64::from(parameters.rounds);
             progress(&format!("{}, round {}", line.name(), round + 1), done / parameters.lines.len() as f64);
-            for (figure, value) in world.one_round(*line, round)? {
+            let failed = |error: Error| Error::new(error.kind(), line.name()).caused_by(error);
+            for (figure, value) in world.one_round(*line, round).map_err(failed)? {
                 match seen.iter_mut().find(|(other, _)| *other == figure) {
                     Some((_, values)) => values.push(value),
                     None => seen.push((figure, vec![value])),

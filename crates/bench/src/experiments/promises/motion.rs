@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use serde_json::json;
+use serde_json::{Value, json};
 use spile_core::{Error, ErrorKind, Result};
 use spile_server::serving::api::types::{Job, NewJob};
 use spile_server::uri::{Address, NbdUri};
@@ -75,8 +75,14 @@ fn order(to: String, mirror_only: bool) -> NewJob {
 fn full_disk(world: &World, folder: &Path) -> Result<Live> {
     let disk = folder.join("disk.vhd");
     create(&disk, world.parameters.disk_bytes)?;
-    let live = Live::start(world.sockets, &[disk], None)?;
+    let live = quiet(Live::start(world.sockets, &[disk], None)?)?;
     live.fill(0, world.parameters.disk_bytes)?;
+    Ok(live)
+}
+
+/// A server that does not say that its disk has moved, or its link is cut: that is what is done here, and no news to the user.
+fn quiet(live: Live) -> Result<Live> {
+    let _: Value = live.call("PUT", "/v1/log-level", Some(&json!({ "level": "error" })))?;
     Ok(live)
 }
 
@@ -110,17 +116,20 @@ pub(super) fn mirror(world: &World, round: u32) -> Result<Seen> {
         let (without, (lag, with)) = in_turns(round, without, with)?;
         seen.push((figure, 1.0 - with.iops / without.iops.max(1.0)));
         if figure == Figure::MirrorCostLargeRatio {
+            seen.push((Figure::MirrorInStepRatio, f64::from(lag.in_step) / f64::from(lag.looks.max(1))));
             seen.extend([(Figure::MirrorLagMib, mib(lag.bytes)), (Figure::MirrorLagMs, lag.ms as f64)]);
         }
     }
     Ok(seen)
 }
 
-/// The most by which a mirror was behind.
+/// The most by which a mirror was behind, how often it was looked at, and how often it was in step then.
 #[derive(Clone, Copy, Default)]
 struct Lag {
     bytes: u64,
     ms: u64,
+    looks: u32,
+    in_step: u32,
 }
 
 /// A run of a guest on a disk with a mirror.
@@ -133,6 +142,8 @@ fn mirrored(world: &World, live: &mut Live, host: &Host, guest: &Options) -> Res
         while Instant::now() < end {
             std::thread::sleep(LOOK_EVERY);
             let Some(motion) = live.job(&job.id)?.motion else { continue };
+            most.looks += 1;
+            most.in_step += u32::from(motion.phase == "in step");
             most.bytes = most.bytes.max(motion.lag_bytes);
             most.ms = most.ms.max(motion.lag_ms.unwrap_or(0));
         }
@@ -147,7 +158,7 @@ pub(super) fn hand_over(world: &World, round: u32) -> Result<Seen> {
     let host = Host::new(world, &world.folder("there")?)?;
     let mut live = full_disk(world, &world.folder("here")?)?;
     let guest = Options { rate: Some(STEADY_IOPS), ..live.guest(0, MIXED, world.parameters.depth) };
-    let quiet = || world.quiet(vec![guest.clone()]);
+    let stays = || world.quiet(vec![guest.clone()]);
     // The disk goes one way in a round, so it is here, or there by then, in the run without a move.
     let moved = || {
         beside(vec![guest.clone()], || {
@@ -158,10 +169,10 @@ pub(super) fn hand_over(world: &World, round: u32) -> Result<Seen> {
                 .ok_or_else(|| Error::new(ErrorKind::TimedOut, "the disk does not get to the other host"))
         })
     };
-    let (quiet, (motion, felt)) = in_turns(round, quiet, moved)?;
+    let (stayed, (motion, felt)) = in_turns(round, stays, moved)?;
     Ok(vec![
         (Figure::HandOverMs, motion.longest_stall_us / 1e3),
-        (Figure::HandOverLongestMs, (felt.longest_us - quiet.longest_us) / 1e3),
+        (Figure::HandOverLongestMs, (felt.longest_us - stayed.longest_us) / 1e3),
     ])
 }
 
@@ -218,7 +229,7 @@ pub(super) fn return_trip(world: &World) -> Result<Seen> {
     live.end()?;
     let disk = there.join("disk.vhd");
     second.lets_go(&disk)?;
-    let mut live = Live::start(world.sockets, &[disk], None)?;
+    let mut live = quiet(Live::start(world.sockets, &[disk], None)?)?;
     live.checkpoint(SINCE)?;
     live.scatter(0, 4096, world.parameters.disk_bytes >> 19, 1)?;
     let (changed_bytes, before_bytes) = (live.changed_bytes(SINCE)?, link.sent_bytes());

@@ -17,7 +17,7 @@ use crate::units::{parse_duration, parse_size};
 /// Each line is measured by itself, with servers, commands and another host (`spile receive`) as processes of their own: a clone and its first
 /// answer, a snapshot that is deleted, four merges at a time, a merge that is killed, a mirror, a hand-over, a link that is cut, the way back of a
 /// disk, a backup whose target hangs, changes of limits and jobs, a snapshot of a disk of which nothing is in memory, and copies of a sparse
-/// disk. The table says of each promise whether it was kept. All of it takes about three minutes. Promises of snapshots, merges, limits
+/// disk. The table says of each promise whether it was kept. All of it takes some minutes. Promises of snapshots, merges, limits
 /// and checkpoints in general: `spile bench snapshot`, `merge`, `limit` and `checkpoint`.
 #[derive(Debug, Args)]
 pub struct PromisesArgs {
