@@ -47,7 +47,7 @@ fn read_at_random(disk: &impl Disk, reads: u64) {
 
 /// A disk of a format that can be written, full of data.
 fn written(folder: &Folder, format: Format) -> Graph<SilentStore> {
-    let new = NewImage { size_bytes: DISK_BYTES, subformat: None, parent: None, unit_bytes: None };
+    let new = NewImage::new(DISK_BYTES);
     now(format.create(&folder.file(Path::new(PATH)), &OsEnv, &new)).unwrap();
     let disk = folder.open(PATH, format, false);
     let ones = Segments::zeroed(1 << 20);

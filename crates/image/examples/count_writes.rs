@@ -55,7 +55,7 @@ fn write_in_sequence(disk: &impl Disk, len_bytes: u64, writes: u64) {
 
 fn empty_disk(folder: &Folder, name: &str) -> Graph<SilentStore> {
     let create = |path: &str, format: Format, parent: Option<NewParent>| {
-        let new = NewImage { size_bytes: DISK_BYTES, subformat: None, parent, unit_bytes: None };
+        let new = NewImage { parent, ..NewImage::new(DISK_BYTES) };
         now(format.create(&folder.file(Path::new(path)), &OsEnv, &new)).unwrap();
     };
     let (path, format) = if name == "raw" { ("/vm/disk.raw", Format::Raw) } else { ("/vm/disk.vhd", Format::Vhd) };

@@ -3,6 +3,8 @@
 use crate::formats::Format;
 use crate::layer::Identity;
 
+pub use crate::formats::qcow2::codec::header::Compression;
+
 /// A new, empty image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewImage {
@@ -12,8 +14,34 @@ pub struct NewImage {
     pub subformat: Option<String>,
     /// The parent, if the image is a child.
     pub parent: Option<NewParent>,
-    /// The unit of space (a block), where the format has units of several sizes; `None` = the usual one.
+    /// The unit of space (a block, a cluster), where the format has units of several sizes; `None` = the usual one.
     pub unit_bytes: Option<u32>,
+    /// What only some formats let one choose.
+    pub options: Options,
+}
+
+impl NewImage {
+    /// An image of the usual kind, without a parent.
+    pub fn new(size_bytes: u64) -> Self {
+        Self { size_bytes, subformat: None, parent: None, unit_bytes: None, options: Options::default() }
+    }
+}
+
+/// What a format with clusters lets one choose ([`About::has_options`](crate::formats::About::has_options)).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Options {
+    /// The version of the format, 2 or 3; `None` = 3.
+    pub version: Option<u32>,
+    /// The width of a refcount in bits; `None` = 16.
+    pub refcount_bits: Option<u32>,
+    /// Clusters have 32 parts that are allocated one by one; `None` = where the image has a parent and can have them.
+    pub extended_l2: Option<bool>,
+    /// Refcounts may be written late.
+    pub lazy_refcounts: bool,
+    /// How compressed clusters are compressed; `None` = deflate.
+    pub compression: Option<Compression>,
+    /// Each cluster of the disk has its place from the start.
+    pub places_for_all: bool,
 }
 
 /// The parent of a new image.

@@ -13,6 +13,9 @@ pub struct Space {
     pub tail_bytes: u64,
     /// How the file grows with the data; `None` where it has its whole length from the start.
     pub unit: Option<Unit>,
+    /// Tables that are written only for a part of the disk that has data; `empty_bytes` has room for all of them. Units of such
+    /// an image are written whole.
+    pub tables: Option<Tables>,
     /// The size of the disk in bytes.
     pub virtual_bytes: u64,
 }
@@ -28,6 +31,15 @@ pub struct Unit {
     pub stride_bytes: u64,
 }
 
+/// Tables of which each says where a part of the disk lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tables {
+    /// The bytes of the disk that one table covers.
+    pub covered_bytes: u64,
+    /// The length of a table in bytes.
+    pub table_bytes: u64,
+}
+
 /// Which space a new image needs for certain data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Measure {
@@ -37,6 +49,14 @@ pub struct Measure {
     pub fully_allocated_bytes: u64,
     /// The space that the file takes on a file system that has holes.
     pub used_bytes: u64,
+}
+
+impl Measure {
+    /// The same for an image whose space is all taken from the start.
+    pub fn preallocated(self) -> Self {
+        let all = self.fully_allocated_bytes;
+        Self { required_bytes: all, used_bytes: all, ..self }
+    }
 }
 
 /// Holes in files begin and end at multiples of this many bytes.
@@ -49,6 +69,17 @@ pub struct Count {
     units: u64,
     /// One past the last unit that was counted.
     counted: u64,
+    tables: u64,
+    /// One past the last table that was counted.
+    counted_tables: u64,
+}
+
+/// Counts the pieces of `piece_bytes` that a run begins or goes on in, from the piece `counted` on, which moves behind them.
+fn count(run: Extent, piece_bytes: u64, counted: &mut u64) -> u64 {
+    let first = (run.start() / piece_bytes).max(*counted);
+    let end = run.end().div_ceil(piece_bytes);
+    *counted = end.max(*counted);
+    end.saturating_sub(first)
 }
 
 impl Count {
@@ -62,10 +93,10 @@ impl Count {
         );
         self.data_bytes += pages.len_bytes;
         if let Some(unit) = space.unit {
-            let first = (run.extent.start() / unit.data_bytes).max(self.counted);
-            let end = run.extent.end().div_ceil(unit.data_bytes);
-            self.units += end.saturating_sub(first);
-            self.counted = self.counted.max(end);
+            self.units += count(run.extent, unit.data_bytes, &mut self.counted);
+        }
+        if let Some(tables) = space.tables {
+            self.tables += count(run.extent, tables.covered_bytes, &mut self.counted_tables);
         }
     }
 
@@ -78,7 +109,7 @@ impl Count {
 impl Space {
     /// A file that has its whole length from the start: the disk, and `tail_bytes` behind it.
     pub(crate) fn whole(virtual_bytes: u64, tail_bytes: u64) -> Self {
-        Self { empty_bytes: virtual_bytes, written_bytes: 0, tail_bytes, unit: None, virtual_bytes }
+        Self { empty_bytes: virtual_bytes, written_bytes: 0, tail_bytes, unit: None, tables: None, virtual_bytes }
     }
 
     /// What the image needs for the data that were counted.
@@ -98,7 +129,12 @@ impl Space {
             }
         };
         let tail = if self.tail_bytes > 0 { PAGE_BYTES } else { 0 };
-        let used = self.written_bytes.next_multiple_of(PAGE_BYTES) + count.data_bytes + count.units * per_unit + tail;
+        let tables = self.tables.map_or(0, |tables| count.tables * tables.table_bytes);
+        let data = match (self.tables, self.unit) {
+            (Some(_), Some(unit)) => count.units * unit.data_bytes,
+            _ => count.data_bytes,
+        };
+        let used = self.written_bytes.next_multiple_of(PAGE_BYTES) + data + count.units * per_unit + tables + tail;
         Measure {
             required_bytes: required,
             fully_allocated_bytes: full,
@@ -123,6 +159,7 @@ mod tests {
             written_bytes: 4096,
             tail_bytes: 512,
             unit: Some(unit),
+            tables: None,
             virtual_bytes: 16 << 20,
         };
         let mut count = Count::default();
@@ -136,6 +173,27 @@ mod tests {
         assert_eq!(measure.fully_allocated_bytes, 8192 + 512 + 16 * unit.stride_bytes - 4096 + 512);
         assert_eq!(count.data_bytes(), 4096 + 4096 + 4096 + (1 << 20) + 4096);
         assert_eq!(measure.used_bytes, 4096 + count.data_bytes() + 3 * 4096 + 4096);
+    }
+
+    #[test]
+    fn tables_are_counted_where_data_are_and_units_are_whole() {
+        let unit = Unit { data_bytes: 64 << 10, lead_bytes: 0, stride_bytes: 64 << 10 };
+        let tables = Tables { covered_bytes: 1 << 20, table_bytes: 4096 };
+        let space = Space {
+            empty_bytes: 1 << 20,
+            written_bytes: 8192,
+            tail_bytes: 0,
+            unit: Some(unit),
+            tables: Some(tables),
+            virtual_bytes: 8 << 20,
+        };
+        let mut count = Count::default();
+        count.add(&space, &run(0..4096, ExtentKind::Data));
+        count.add(&space, &run((2 << 20) - 4096..(2 << 20) + 4096, ExtentKind::Data));
+        let measure = space.measure(&count);
+        assert_eq!(measure.used_bytes, 8192 + 3 * (64 << 10) + 3 * 4096);
+        assert_eq!(measure.required_bytes, (1 << 20) + 3 * (64 << 10));
+        assert_eq!(measure.preallocated().required_bytes, (1 << 20) + (8 << 20));
     }
 
     #[test]

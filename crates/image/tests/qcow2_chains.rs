@@ -38,7 +38,7 @@ fn vhd_child_on(world: &World, kind: Kind, path: &str, parent: &str) {
         changed_unix_s: info.facts.changed_unix_s,
     };
     world.files.add(path, kind);
-    let new = NewImage { size_bytes: info.virtual_bytes, subformat: None, parent: Some(parent), unit_bytes: None };
+    let new = NewImage { parent: Some(parent), ..NewImage::new(info.virtual_bytes) };
     block_on(Format::Vhd.create(&world.files.store(path), &*world.env, &new)).unwrap();
 }
 

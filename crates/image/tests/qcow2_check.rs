@@ -6,7 +6,7 @@ mod support;
 use qcow2_image::{COPIED, Image, deflate};
 use spile_core::ErrorKind;
 use spile_image::Format;
-use spile_image::check::{Lost, Report, Severity};
+use spile_image::check::{Report, Severity};
 use support::{FILE, World, block_on};
 
 const PATH: &str = "/d/a.qcow2";
@@ -281,12 +281,4 @@ fn a_sparse_file_without_end_is_refused() {
     let error = block_on(Format::Qcow2.check(&world.files.store(PATH), &*world.env)).unwrap_err();
     assert!(error.kind() == ErrorKind::Unsupported && error.to_string().contains("clusters"), "{error}");
     assert!(world.files.reads().0 <= 65536);
-}
-
-#[test]
-fn a_repair_is_refused_and_says_what_to_do() {
-    let world = World::new();
-    world.raw(PATH, &Image::usual().finish());
-    let error = block_on(Format::Qcow2.repair(&world.files.store(PATH), &*world.env, Lost::Keep)).unwrap_err();
-    assert!(error.kind() == ErrorKind::Unsupported && error.to_string().contains("qemu-img check -r"), "{error}");
 }

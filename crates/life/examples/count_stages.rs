@@ -82,7 +82,7 @@ async fn count(case: &str, beside: &Path, writes: u64) {
 }
 
 fn empty_disk(folder: &Folder) -> Graph<SilentStore> {
-    let new = NewImage { size_bytes: DISK_BYTES, subformat: None, parent: None, unit_bytes: None };
+    let new = NewImage::new(DISK_BYTES);
     now(Format::Raw.create(&folder.file(Path::new("/vm/disk.raw")), &OsEnv, &new)).unwrap();
     let disk = folder.open("/vm/disk.raw", Format::Raw, false);
     disk.begin();

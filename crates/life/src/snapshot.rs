@@ -136,7 +136,7 @@ pub fn child_format(parent: Format) -> Format {
 /// True when an image of this format can be as large as `size_bytes`.
 pub fn fits(format: Format, size_bytes: u64) -> bool {
     let size_bytes = size_bytes.next_multiple_of(512).max(512);
-    format.space(&NewImage { size_bytes, subformat: None, parent: None, unit_bytes: None }).is_ok()
+    format.space(&NewImage::new(size_bytes)).is_ok()
 }
 
 /// Refuses a disk that is opened in another format than its new leaf will have, or whose name does not say that format: nothing looks into
@@ -286,7 +286,7 @@ pub fn new_child(image: &LayerInfo, size_bytes: u64, parent: &Path) -> Result<Ne
         identity: image.identity,
         changed_unix_s: image.facts.changed_unix_s,
     };
-    Ok(NewImage { size_bytes, subformat: None, parent: Some(parent), unit_bytes: None })
+    Ok(NewImage { parent: Some(parent), ..NewImage::new(size_bytes) })
 }
 
 /// Steps 2 and 3.

@@ -308,7 +308,8 @@ fn what_measure_says_is_what_a_conversion_takes() {
     }
     assert!(ok(dir, &["measure", "a.raw", "--to", "vhd"]).contains("file length:"));
     fails(dir, 2, &["measure", "--to", "vhd"]);
-    fails(dir, 1, &["measure", "a.raw", "--to", "qcow2"]);
+    assert!(ok(dir, &["measure", "a.raw", "--to", "qcow2", "--cluster-size", "4k"]).contains("file length:"));
+    assert!(fails(dir, 2, &["measure", "a.raw", "--to", "vhd", "--cluster-size", "4k"]).contains("--format qcow2"));
 }
 
 #[test]

@@ -245,7 +245,7 @@ impl Run {
             identity: None,
             changed_unix_s: None,
         };
-        let new = NewImage { size_bytes: DISK_BYTES, subformat: None, parent: Some(parent), unit_bytes: None };
+        let new = NewImage { parent: Some(parent), ..NewImage::new(DISK_BYTES) };
         let store = OsFiles::new(CacheMode::Page).create(&path, 0)?;
         Format::Vhd.create(&store, &OsEnv, &new).await?;
         drop(store);

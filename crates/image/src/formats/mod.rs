@@ -24,7 +24,7 @@ use spile_core::{
 };
 
 use crate::check::{Lost, Report};
-use crate::create::{NewImage, NewParent};
+use crate::create::{NewImage, NewParent, Options};
 use crate::facts::Facts;
 use crate::grace::Reader;
 use crate::layer::{EncodedUnit, Found, GivenBack, Identity, Layer, MapPiece, ParentRef, Reserved};
@@ -35,7 +35,7 @@ formats! {
     Raw => raw::RawFormat;
     "Virtual Hard Disk: fixed, dynamic or differencing.",
     Vhd => vhd::VhdFormat;
-    "qcow2, for reading.",
+    "qcow2, which can be made and read.",
     Qcow2 => qcow2::Qcow2Format;
 }
 
@@ -109,8 +109,10 @@ pub struct About {
     pub subformats: &'static [&'static str],
     /// Its images can have parents.
     pub has_parents: bool,
-    /// Its images can be read only: not written, not created.
+    /// Its images can be made and read, but not opened for writing.
     pub is_read_only: bool,
+    /// A new image can have [`Options`](crate::create::Options) and units of a chosen size.
+    pub has_options: bool,
     /// Virtual sizes are multiples of this many bytes.
     pub size_unit_bytes: u64,
     /// The first bytes of each identity of its images, where a child can tell the format of its parent by them.
@@ -118,6 +120,11 @@ pub struct About {
 }
 
 impl Format {
+    /// The name by which other programs know the format, in an image that names its parent's.
+    pub fn backing_name(self) -> &'static str {
+        self.about().aliases.first().copied().unwrap_or(self.about().name)
+    }
+
     /// The format that `name` means, if any: a name or an alias.
     pub fn named(name: &str) -> Option<Self> {
         let means = |format: &Self| format.about().name == name || format.about().aliases.contains(&name);
@@ -209,13 +216,12 @@ impl Format {
     /// Tells, before anything is made, whether the format has what `new` asks for.
     ///
     /// # Errors
-    /// `InvalidInput` for a subformat or parent that the format does not have; `Unsupported` when its images cannot be made.
+    /// `InvalidInput` for a subformat, parent or options that the format does not have.
     pub fn check_new(self, new: &NewImage) -> Result<()> {
         let about = self.about();
         let refuse = |what: String| Err(Error::new(ErrorKind::InvalidInput, what));
-        if about.is_read_only {
-            return Err(Error::new(ErrorKind::Unsupported, format!("a {self} image cannot be made, only read"))
-                .hint("choose another format"));
+        if new.options != Options::default() && !about.has_options {
+            return refuse(format!("a {self} disk has no clusters, refcounts or compression to choose"));
         }
         match &new.subformat {
             Some(_) if about.subformats.is_empty() => return refuse(format!("a {self} disk has no --subformat")),
@@ -321,10 +327,9 @@ mod tests {
     #[test]
     fn what_a_format_does_not_have_is_refused() {
         let new = |subformat: Option<&str>, parent| NewImage {
-            size_bytes: 512,
             subformat: subformat.map(str::to_owned),
             parent,
-            unit_bytes: None,
+            ..NewImage::new(512)
         };
         let parent = crate::create::NewParent {
             relative_path: "p".into(),

@@ -221,7 +221,7 @@ impl Place {
     pub async fn make<F: Files>(&mut self, work: &Work<'_, F>, source: &GraphOf<F>, plan: &Move) -> Result<GraphOf<F>> {
         let Some(half) = &self.moved.half else { return self.open_there(work, source, plan).await };
         remove_half(work.files, half).await?;
-        let new = NewImage { size_bytes: source.size_bytes(), subformat: None, parent: None, unit_bytes: None };
+        let new = NewImage::new(source.size_bytes());
         let store = work.files.create(half, 0).await?;
         self.is_made.set(true);
         self.format.create(&store, &**work.env, &new).await?;

@@ -354,7 +354,7 @@ impl<F: Files> Receiver<'_, F> {
         let mut note = Received { id, size_bytes, format, state, file: "-".to_owned() };
         note.write(self.files, disk).await?;
         let store = self.files.create(&half, 0).await?;
-        let new = NewImage { size_bytes, subformat: None, parent: None, unit_bytes: None };
+        let new = NewImage::new(size_bytes);
         format.create(&store, &**self.env, &new).await?;
         store.sync().await?;
         (note.state, note.file) = (ReceivedState::Half, (self.which)(&store));

@@ -178,7 +178,7 @@ impl TargetSpec {
         let name = path.to_owned();
         let half = run_blocking(path, move || HalfMade::begin(&name)).await?;
         let size_bytes = size_bytes.next_multiple_of(format.about().size_unit_bytes);
-        let new = NewImage { size_bytes, subformat: None, parent: None, unit_bytes: None };
+        let new = NewImage::new(size_bytes);
         let store = OsFiles::new(CacheMode::Page).open(&half.path().into(), OpenMode::ReadWrite).await?;
         format.create(&store, &OsEnv, &new).await.map_err(|error| half.told_as(path, error))?;
         drop(store);

@@ -631,8 +631,7 @@ mod tests {
         let (engine, made) = (start(), path.clone());
         let create = move || async move {
             let store = spile_store::OsFiles::new(CacheMode::Page).create(&made, 0)?;
-            let new =
-                spile_image::create::NewImage { size_bytes: 64 << 20, subformat: None, parent: None, unit_bytes: None };
+            let new = spile_image::create::NewImage::new(64 << 20);
             Format::of(&made, None)?.create(&store, &spile_engine::OsEnv, &new).await
         };
         engine.run_on(0, create).unwrap();

@@ -63,7 +63,7 @@ impl Host {
             changed_unix_s: layers[0].facts.changed_unix_s,
         };
         let size_bytes = layers[0].virtual_bytes;
-        let new = NewImage { size_bytes, subformat: None, parent: Some(parent), unit_bytes: None };
+        let new = NewImage { parent: Some(parent), ..NewImage::new(size_bytes) };
         let old_file = self.world.file_number(&path);
         let begun = GoingBack { old_file, oracle: oracle.borrow().clone(), size_bytes, is_done: false };
         *self.disks[disk].going_back.borrow_mut() = Some(begun);

@@ -11,7 +11,8 @@ use rustix::fs::tell;
 use serde::Serialize;
 use spile_core::{Disk, Error, ErrorKind, Extent, Files, Locator, OpenMode, Result, ResultExt, Segments, Store};
 use spile_engine::OsEnv;
-use spile_image::create::NewImage;
+use spile_image::create::{Compression, NewImage};
+use spile_image::formats::qcow2::fill::Filler;
 use spile_image::layer::Layer as _;
 use spile_image::measure::Space;
 use spile_image::{Format, Graph, OpenOptions};
@@ -25,6 +26,8 @@ use spile_store::{CacheMode, HostStore, OsFiles};
 use utoipa::ToSchema;
 
 use super::copy::{Chunks, for_each, read};
+use super::fill::{Feed, Gather};
+use super::options::{Chosen, FormatArgs, Preallocate, parse_compression};
 use super::stream::{self, Beneath, put, zero};
 use super::{
     Exit, ReadArgs, existing, format_of, on_engine, parse_cache, parse_format, parse_subformat, print_json,
@@ -75,6 +78,11 @@ pub struct ConvertArgs {
     /// Take all of DST's space at once (a raw file, or a VHD with --subformat fixed)
     #[arg(long)]
     preallocate: bool,
+    /// Compress a qcow2, by deflate unless it says zstd
+    #[arg(short = 'c', long, value_name = "deflate|zstd", num_args = 0..=1, require_equals = true, value_parser = parse_compression)]
+    compress: Option<Option<Compression>>,
+    #[command(flatten)]
+    kind: FormatArgs,
     /// Begin although DST might not fit its file system. What SRC holds may be zeroes, and that is known only when it is
     /// read
     #[arg(long, conflicts_with = "preallocate")]
@@ -102,6 +110,8 @@ impl ConvertArgs {
             write_parent: false,
             size: None,
             preallocate: false,
+            compress: None,
+            kind: FormatArgs::default(),
             no_space_check: false,
             cache: CacheMode::Page,
             read,
@@ -183,6 +193,8 @@ struct Work {
     subformat: Option<String>,
     size: Option<u64>,
     preallocate: bool,
+    kind: Chosen,
+    compresses: bool,
     checks_space: bool,
     write_parent: bool,
     known: Option<Arc<Known>>,
@@ -219,7 +231,7 @@ pub fn convert(args: &ConvertArgs, known: Option<Arc<Known>>) -> Result<Exit> {
         (Locator::Path(path), Err(_)) if path.is_symlink() => return Err(exists(path)),
         _ => format_of(&dst, args.to, "--to")?,
     };
-    let work = Work { known, ..work(args, source, to) };
+    let work = Work { known, ..work(args, source, to)? };
     let converted = match (&dst, args.onto) {
         (Locator::Path(_), false) => into_new(args, work)?,
         (Locator::Path(path), true) => onto_path(work, path)?,
@@ -254,10 +266,13 @@ fn invalid(what: &str) -> Error {
     Error::new(ErrorKind::InvalidInput, what)
 }
 
-fn work(args: &ConvertArgs, source: Source, to: Format) -> Work {
+fn work(args: &ConvertArgs, source: Source, to: Format) -> Result<Work> {
+    let kind = chosen(args, to)?;
     let from = if is_dash(&args.src) { Some(Format::Raw) } else { args.from };
-    Work {
+    Ok(Work {
         source,
+        kind,
+        compresses: args.compress.is_some(),
         read_options: args.read.read_only(from),
         cache: args.cache,
         to,
@@ -268,6 +283,21 @@ fn work(args: &ConvertArgs, source: Source, to: Format) -> Work {
         write_parent: args.write_parent,
         known: None,
         dst: args.dst.clone(),
+    })
+}
+
+/// What kind of image is made.
+fn chosen(args: &ConvertArgs, to: Format) -> Result<Chosen> {
+    let mut kind = args.kind.choose(to)?;
+    if kind.preallocate.is_some_and(|takes| takes != Preallocate::Off) {
+        return Err(invalid("a converted disk takes space for its data only").hint("leave preallocation out"));
+    }
+    match args.compress {
+        Some(_) if !to.about().has_options => {
+            Err(invalid("only a qcow2 can be compressed").at_path(&args.dst).hint("leave out --compress"))
+        }
+        Some(Some(compression)) => kind.compress(compression).map(|()| kind),
+        _ => Ok(kind),
     }
 }
 
@@ -374,16 +404,49 @@ impl Work {
     /// Makes an image in the file or device at `path`, copies the source into it, and makes all of it durable.
     async fn fill_new(&self, source: &Opened, path: &Path, beneath: Beneath) -> Result<Converted> {
         let virtual_bytes = self.virtual_bytes(source)?;
-        let new =
-            NewImage { size_bytes: virtual_bytes, subformat: self.subformat.clone(), parent: None, unit_bytes: None };
+        let new = self.kind.image(virtual_bytes, self.subformat.clone());
         let data_bytes = self.check_space(source, &new, path).await?;
         let options = self.write_options();
         checkpoints::lose(path, options.no_lock).await?;
+        if self.to == Format::Qcow2 {
+            return self.fill_in_order(source, path, &new, beneath, data_bytes).await;
+        }
         self.create(path, &new, beneath).await?;
         // What was copied is not read again soon: it shall not fill the page cache.
         let cache = if self.cache == CacheMode::Page { CacheMode::Once } else { self.cache };
         let dst = Aligned::new(disks::open(cache, &path.into(), &options).await?);
         self.fill(source, &dst, beneath, virtual_bytes, data_bytes).await
+    }
+
+    /// Makes an image in the file or device at `path` that is written from its start to its end, with what the source has.
+    async fn fill_in_order(
+        &self,
+        source: &Opened,
+        path: &Path,
+        new: &NewImage,
+        beneath: Beneath,
+        data_bytes: u64,
+    ) -> Result<Converted> {
+        // What was copied is not read again soon: it shall not fill the page cache.
+        let cache = if self.cache == CacheMode::Page { CacheMode::Once } else { self.cache };
+        let files = OsFiles::new(cache).without_locks(self.read_options.no_lock);
+        let store = files.open(&path.into(), OpenMode::ReadWrite).await?;
+        if beneath == Beneath::Zeroes {
+            store.set_len(0).await?;
+        }
+        let bar = progress_bar(data_bytes, "converting");
+        let mut feed = Feed::new(Filler::begin(store, new).await.at_path(path)?, self.compresses);
+        let added = match (source, &self.known) {
+            (Opened::Disk(disk), None) => feed.add_disk(&**disk, &bar).await,
+            (Opened::Disk(disk), Some(known)) => add_known(known, &**disk, &mut feed, &bar).await,
+            (Opened::Stdin, _) => feed.add_stdin(new.size_bytes, &bar).await,
+        };
+        let written = match added {
+            Ok(()) => feed.finish().await,
+            Err(error) => Err(error),
+        };
+        bar.finish_and_clear();
+        Ok(Converted { virtual_bytes: new.size_bytes, written_bytes: written? })
     }
 
     /// Refuses what does not fit the file system of a new file, and space that cannot be taken at once. Returns how many bytes of
@@ -520,10 +583,7 @@ async fn copy_known(
 ) -> Result<u64> {
     let mut written = 0;
     let each = async |extent: Extent, bytes: Option<Segments>, fits: bool| {
-        if !fits {
-            let error = Error::new(ErrorKind::Corrupt, "the backup differs from its digest").at_offset(extent.start());
-            return Err(error.hint("`spile verify` finds all such places"));
-        }
+        check_fits(extent, fits)?;
         match bytes {
             Some(bytes) => written += put(dst, beneath, extent.start(), &bytes).await?,
             None => zero(dst, beneath, extent.start()..extent.end()).await?,
@@ -537,6 +597,34 @@ async fn copy_known(
     Ok(written)
 }
 
+/// Adds what is `known` of `src` to an image that is written from its start to its end.
+async fn add_known<S: Store>(
+    known: &Known,
+    src: &impl Disk,
+    feed: &mut Feed<'_, S>,
+    bar: &super::Progress,
+) -> Result<()> {
+    let mut gather = Gather::new(feed);
+    let each = async |extent: Extent, bytes: Option<Segments>, fits: bool| {
+        check_fits(extent, fits)?;
+        bar.inc(extent.len_bytes);
+        match bytes {
+            Some(bytes) => gather.add(feed, extent.start(), &bytes).await,
+            None => Ok(()),
+        }
+    };
+    known.digests.compare(src, known.size_bytes, each).await?;
+    gather.finish(feed).await
+}
+
+fn check_fits(extent: Extent, fits: bool) -> Result<()> {
+    if fits {
+        return Ok(());
+    }
+    let error = Error::new(ErrorKind::Corrupt, "the backup differs from its digest").at_offset(extent.start());
+    Err(error.hint("`spile verify` finds all such places"))
+}
+
 /// Writes the disk's bytes to stdout, which then holds nothing else.
 fn to_stdout(args: &ConvertArgs, source: Source) -> Result<Exit> {
     let Source::Disk(at) = source else { return Err(invalid("stdin to stdout is no conversion")) };
@@ -544,10 +632,11 @@ fn to_stdout(args: &ConvertArgs, source: Source) -> Result<Exit> {
         || args.subformat.is_some()
         || args.onto
         || args.preallocate
+        || args.compress.is_some()
         || args.json
     {
         let error = invalid("only raw bytes can be written to stdout, and nothing beside them");
-        return Err(error.hint("leave --to, --subformat, --onto, --preallocate and --json out"));
+        return Err(error.hint("leave --to, --subformat, --onto, --preallocate, --compress and --json out"));
     }
     if stdout().is_terminal() {
         return Err(invalid("stdout is a terminal").hint("say `spile convert SRC - > FILE`"));

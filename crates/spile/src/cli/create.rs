@@ -16,6 +16,7 @@ use spile_store::{CacheMode, OsFiles};
 use utoipa::ToSchema;
 
 use super::gc::Host;
+use super::options::{FormatArgs, Preallocate};
 use super::{Exit, ParentArgs, on_engine, parse_format, parse_subformat, print_json, say, space, text_of};
 use crate::disks;
 use crate::log::complain;
@@ -23,8 +24,8 @@ use crate::units::{format_size, parse_size};
 
 /// Create an empty disk
 ///
-/// With --parent, the new disk is a child (a differencing VHD): it reads as the parent until it is written. The parent
-/// must not be changed from then on.
+/// With --parent, the new disk is a child (a differencing VHD, or a qcow2 with a backing file): it reads as the parent until
+/// it is written. The parent must not be changed from then on. A qcow2 can be made and read, but is not served for writing.
 #[derive(Debug, Args)]
 pub struct CreateArgs {
     /// The file to make; it must not exist
@@ -45,9 +46,12 @@ pub struct CreateArgs {
     /// The parent's format, instead of what its extension says
     #[arg(long, value_name = "FORMAT", value_parser = parse_format, requires = "parent")]
     parent_format: Option<Format>,
-    /// Take all of the disk's space at once (a raw file, or a VHD with --subformat fixed)
-    #[arg(long, conflicts_with = "parent")]
-    preallocate: bool,
+    /// Take all of the disk's space at once (a raw file, a VHD with --subformat fixed, or a qcow2): falloc unless it says
+    /// full, which writes zeroes. Of a qcow2, metadata gives each cluster its place and takes no space for data
+    #[arg(long, value_name = "HOW", num_args = 0..=1, require_equals = true, default_missing_value = "falloc")]
+    preallocate: Option<Preallocate>,
+    #[command(flatten)]
+    kind: FormatArgs,
     #[command(flatten)]
     parents: ParentArgs,
     /// Print one JSON object instead of text
@@ -80,21 +84,28 @@ pub fn run(args: &CreateArgs) -> Result<Exit> {
         return Err(error.hint("create the disk on its server, or overwrite an export by spile convert"));
     }
     let format = Format::of(&args.disk, args.format)?;
-    let (path, subformat, size_bytes) = (args.disk.clone(), args.subformat.clone(), args.size);
-    let (no_lock, takes_space) = (args.parents.no_lock, args.preallocate);
-    let size_bytes = match (&args.parent, size_bytes) {
-        (Some(parent), _) => {
+    let mut kind = args.kind.choose(format)?;
+    let takes = args.preallocate.or(kind.preallocate).unwrap_or(Preallocate::Off);
+    check_takes(args, format, takes)?;
+    if format.about().has_options && takes != Preallocate::Off {
+        kind.place_all();
+    }
+    let new = kind.image(args.size.unwrap_or(0), args.subformat.clone());
+    let (path, no_lock) = (args.disk.clone(), args.parents.no_lock);
+    let size_bytes = match &args.parent {
+        Some(parent) => {
             let (parent, options) = (parent.clone(), args.parents.read_only(args.parent_format));
-            let child = Child { path, format, size_bytes, subformat, parent, options };
+            let child = Child { path, format, size_bytes: args.size, like: new, parent, options };
             on_engine(move || async move { child.create().await })?
         }
-        (None, Some(size_bytes)) => on_engine(move || async move {
-            let new = NewImage { size_bytes, subformat, parent: None, unit_bytes: None };
-            create(&path, format, &new, no_lock).await?;
-            if takes_space { take_space(&path, size_bytes) } else { Ok(()) }.map(|()| size_bytes)
-        })?,
-        (None, None) => return Err(Error::new(ErrorKind::InvalidInput, "--size is missing")),
+        None if args.size.is_some() => {
+            let size_bytes = new.size_bytes;
+            on_engine(move || async move { create(&path, format, &new, no_lock).await })?;
+            size_bytes
+        }
+        None => return Err(Error::new(ErrorKind::InvalidInput, "--size is missing")),
     };
+    take_space(&args.disk, size_bytes, takes)?;
     let used_bytes = disks::used_bytes(&args.disk);
     if args.json {
         let (path, format) = (args.disk.clone(), format.to_string());
@@ -136,10 +147,35 @@ pub fn check_new_name(path: &Path) -> Result<()> {
     }
 }
 
+/// Refuses to take space where a disk cannot have it from the start.
+fn check_takes(args: &CreateArgs, format: Format, takes: Preallocate) -> Result<()> {
+    let invalid =
+        |what: &str, hint: &str| Err(Error::new(ErrorKind::InvalidInput, what).at_path(&args.disk).hint(hint));
+    match takes {
+        Preallocate::Off => Ok(()),
+        _ if format.about().has_options => Ok(()),
+        _ if args.parent.is_some() => invalid("a child takes its space as it is written", "leave out --preallocate"),
+        Preallocate::Metadata => {
+            invalid("only a qcow2 can have places without space", "say --preallocate=falloc, or --format qcow2")
+        }
+        Preallocate::Falloc | Preallocate::Full => Ok(()),
+    }
+}
+
 /// Takes the space of a new disk; one that does not fit is removed.
-fn take_space(path: &Path, size_bytes: u64) -> Result<()> {
-    let file = File::options().write(true).open(path).map_err(|e| Error::io("open", e)).at_path(path);
-    file.and_then(|file| space::preallocate(&file, path, size_bytes)).inspect_err(|_| {
+fn take_space(path: &Path, size_bytes: u64, takes: Preallocate) -> Result<()> {
+    let taken = match takes {
+        Preallocate::Off | Preallocate::Metadata => return Ok(()),
+        Preallocate::Falloc | Preallocate::Full => {
+            let file =
+                File::options().read(true).write(true).open(path).map_err(|e| Error::io("open", e)).at_path(path);
+            file.and_then(|file| {
+                space::preallocate(&file, path, size_bytes)?;
+                if takes == Preallocate::Full { space::fill_holes(&file, path) } else { Ok(()) }
+            })
+        }
+    };
+    taken.inspect_err(|_| {
         let _ = std::fs::remove_file(path);
     })
 }
@@ -152,8 +188,8 @@ pub struct Child {
     pub format: Format,
     /// The size that guests see, in bytes; the parent's if `None`.
     pub size_bytes: Option<u64>,
-    /// The kind of the format, if given.
-    pub subformat: Option<String>,
+    /// What it is like, but for its size and its parent.
+    pub like: NewImage,
     /// The parent.
     pub parent: PathBuf,
     /// How the parent is opened.
@@ -178,7 +214,7 @@ impl Child {
         let size_bytes = self.size_bytes.unwrap_or(layers[0].virtual_bytes);
         let parent = Some(new_parent(&self.path, &layers[0])?);
         note_child(&layers[0], &real(folder_of(&self.path))?.join(self.path.file_name().unwrap_or_default()))?;
-        let new = NewImage { size_bytes, subformat: self.subformat.clone(), parent, unit_bytes: None };
+        let new = NewImage { size_bytes, parent, ..self.like.clone() };
         create(&self.path, self.format, &new, self.options.no_lock).await?;
         drop(base);
         Ok(size_bytes)

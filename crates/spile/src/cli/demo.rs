@@ -153,8 +153,7 @@ fn demo(args: &DemoArgs, dir: &Path, keep: bool) -> Result<Exit> {
     };
     let path = dir.join("demo.vhd");
     let format = Format::of(&path, None)?;
-    let (made, new) =
-        (path.clone(), NewImage { size_bytes: args.size, subformat: None, parent: None, unit_bytes: None });
+    let (made, new) = (path.clone(), NewImage::new(args.size));
     on_engine(move || async move { create::create(&made, format, &new, false).await })?;
     let used = format_size(disks::used_bytes(&path).unwrap_or(0));
     note(format!("created {}: {} thin VHD, {used} used", path.display(), format_size(args.size)));

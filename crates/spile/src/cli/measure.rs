@@ -11,6 +11,7 @@ use spile_image::measure::{Count, Measure};
 use spile_store::CacheMode;
 use utoipa::ToSchema;
 
+use super::options::{FormatArgs, Preallocate};
 use super::{Exit, ReadArgs, existing, on_engine, parse_format, parse_subformat, print_json, say, served, space};
 use crate::units::{format_size, parse_size};
 
@@ -23,11 +24,13 @@ pub struct MeasureArgs {
     #[arg(required_unless_present = "size")]
     src: Option<PathBuf>,
     /// The format that it would have
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(long, visible_alias = "format", value_name = "FORMAT", value_parser = parse_format)]
     to: Format,
     /// The kind of that format, where it has several
     #[arg(long, value_name = "KIND", value_parser = parse_subformat)]
     subformat: Option<String>,
+    #[command(flatten)]
+    kind: FormatArgs,
     /// The size of an empty disk, instead of SRC; with SRC: the size of the new disk
     #[arg(long, value_parser = parse_size)]
     size: Option<u64>,
@@ -67,20 +70,21 @@ pub fn run(args: &MeasureArgs) -> Result<Exit> {
         Some(src) => of_disk(args, src)?,
         None => {
             let size = args.size.unwrap_or(0);
-            (size, Count::default(), args.to.space(&new_image(args, size))?.measure(&Count::default()))
+            (size, Count::default(), args.to.space(&new_image(args, size)?)?.measure(&Count::default()))
         }
     };
-    report(args, virtual_bytes, &count, measure)
+    let takes_all = matches!(args.kind.choose(args.to)?.preallocate, Some(Preallocate::Falloc | Preallocate::Full));
+    report(args, virtual_bytes, &count, if takes_all { measure.preallocated() } else { measure })
 }
 
-fn new_image(args: &MeasureArgs, size_bytes: u64) -> NewImage {
-    NewImage { size_bytes, subformat: args.subformat.clone(), parent: None, unit_bytes: None }
+fn new_image(args: &MeasureArgs, size_bytes: u64) -> Result<NewImage> {
+    Ok(args.kind.choose(args.to)?.image(size_bytes, args.subformat.clone()))
 }
 
 fn of_disk(args: &MeasureArgs, src: &Path) -> Result<(u64, Count, Measure)> {
     let at = existing(src)?;
     let (options, to, size) = (args.read.read_only(args.from), args.to, args.size);
-    let mut new = new_image(args, 0);
+    let mut new = new_image(args, 0)?;
     on_engine(move || async move {
         let disk = served::open(CacheMode::Page, &at, &options).await?;
         let bytes = disk.info().size_bytes;

@@ -241,7 +241,7 @@ async fn go_back(
     check_new_child(disk.parent().unwrap_or(Path::new("/")), &layers, &allowed)?;
     let (image, parent) = (&layers[0], Some(new_parent(&disk, &layers[0])?));
     note_child(image, &disk)?;
-    let new = NewImage { size_bytes: image.virtual_bytes, subformat: None, parent, unit_bytes: None };
+    let new = NewImage { parent, ..NewImage::new(image.virtual_bytes) };
     let checkpoints = Checkpoints::none(Access { no_lock: write.no_lock, ..Access::default() });
     checkpoints.open(&graph).await?;
     note_difference(&checkpoints, &graph, &base).await?;

@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::json;
 use spile_core::{Disk as _, Error, ErrorKind, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
-use spile_image::create::{NewImage, NewParent};
+use spile_image::create::NewImage;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::set::Set;
 use spile_life::snapshot::{self, Made, Plan};
@@ -269,7 +269,7 @@ pub fn clone(args: &CloneArgs) -> Result<Exit> {
         path: args.child.clone(),
         format,
         size_bytes: None,
-        subformat: None,
+        like: NewImage::new(0),
         parent: parent.clone(),
         options: args.parents.read_only(given),
     };
@@ -300,9 +300,7 @@ pub fn clone(args: &CloneArgs) -> Result<Exit> {
 
 /// True when a new image of this format can be a child.
 fn has_parents(format: Format) -> bool {
-    let (relative_path, name) = ("parent".to_owned(), "parent".to_owned());
-    let parent = NewParent { relative_path, name, format, identity: None, changed_unix_s: None };
-    format.check_new(&NewImage { size_bytes: 512, subformat: None, parent: Some(parent), unit_bytes: None }).is_ok()
+    format.about().has_parents && !format.about().is_read_only
 }
 
 /// True for a disk that its server may write.

@@ -1,7 +1,7 @@
 //! Whether a new disk fits its file system, and space that is taken before it is written.
 
 use std::fs::{File, Metadata};
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::Path;
 
 use rustix::fs::{FallocateFlags, fallocate, statvfs};
@@ -86,4 +86,26 @@ pub fn preallocate(file: &File, dst: &Path, virtual_bytes: u64) -> Result<()> {
     check(dst.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new(".")), dst, len)?;
     fallocate(file, FallocateFlags::empty(), 0, len)
         .map_err(|e| Error::io("cannot take the disk's space", e.into()).at_path(dst))
+}
+
+/// What is written at once.
+const ZEROES_BYTES: u64 = 1 << 20;
+
+/// Writes zeroes over all that was taken and never written, and makes it durable.
+///
+/// # Errors
+/// The system's.
+pub fn fill_holes(file: &File, dst: &Path) -> Result<()> {
+    let failed = |error| Error::io("cannot write zeroes", error).at_path(dst);
+    let len = file.metadata().map_err(failed)?.len();
+    let mut at = 0;
+    while at < len {
+        let part = ZEROES_BYTES.min(len - at) as usize;
+        let mut bytes = vec![0; part];
+        // What is there is written again, as only the kernel knows where nothing was written yet.
+        file.read_exact_at(&mut bytes, at).map_err(failed)?;
+        file.write_all_at(&bytes, at).map_err(failed)?;
+        at += part as u64;
+    }
+    file.sync_all().map_err(failed)
 }

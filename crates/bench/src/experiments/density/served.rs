@@ -160,7 +160,7 @@ impl Images {
         let paths: Vec<PathBuf> = (0..count).map(|number| images.path(number)).collect();
         let size_bytes = parameters.disk_bytes;
         let made = engine.run_on(0, move || async move {
-            let new = NewImage { size_bytes, subformat: None, parent: None, unit_bytes: None };
+            let new = NewImage::new(size_bytes);
             let files = OsFiles::new(CacheMode::Page);
             for path in &paths {
                 let store = spile_core::Files::create(&files, path, 0).await?;

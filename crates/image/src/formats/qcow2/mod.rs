@@ -13,7 +13,10 @@
 mod check;
 mod clusters;
 pub mod codec;
+mod create;
 mod facts;
+pub mod fill;
+mod layout;
 mod lists;
 mod map;
 mod open;
@@ -47,6 +50,7 @@ impl ImageFormat for Qcow2Format {
         subformats: &[],
         has_parents: true,
         is_read_only: true,
+        has_options: true,
         size_unit_bytes: 512,
         identity_mark: Some(parent::IDENTITY_MARK),
     };
@@ -60,12 +64,12 @@ impl ImageFormat for Qcow2Format {
         parent::parent(&open::read_head(store).await?)
     }
 
-    async fn create<S: Store>(store: &S, _: &dyn Env, _: &NewImage) -> Result<()> {
-        Err(Error::new(ErrorKind::Unsupported, "a qcow2 image cannot be made, only read").at_path(store.path()))
+    async fn create<S: Store>(store: &S, _: &dyn Env, new: &NewImage) -> Result<()> {
+        create::create(store, new).await
     }
 
-    fn space(_: &NewImage) -> Result<Space> {
-        Err(Error::new(ErrorKind::Unsupported, "a qcow2 image cannot be made, only read"))
+    fn space(new: &NewImage) -> Result<Space> {
+        create::Plan::new(new).map(|plan| plan.space())
     }
 
     async fn check<S: Store>(store: &S, _: &dyn Env) -> Result<Report> {
@@ -73,7 +77,7 @@ impl ImageFormat for Qcow2Format {
     }
 
     async fn repair<S: Store>(store: &S, _: &dyn Env, _: Lost) -> Result<Report> {
-        Err(check::no_repair(store))
+        check::repair(store).await
     }
 }
 

@@ -34,6 +34,7 @@ impl ImageFormat for RawFormat {
         subformats: &[],
         has_parents: false,
         is_read_only: false,
+        has_options: false,
         size_unit_bytes: 1,
         identity_mark: None,
     };

@@ -159,6 +159,7 @@ impl CreateParams {
             written_bytes: plan.end - JOURNAL_BYTES,
             tail_bytes: SECTOR_BYTES,
             unit: Some(Unit { data_bytes: block, lead_bytes: first - plan.end, stride_bytes }),
+            tables: None,
             virtual_bytes: self.size_bytes,
         })
     }

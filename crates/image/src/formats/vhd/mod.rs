@@ -94,6 +94,7 @@ impl ImageFormat for VhdFormat {
         subformats: &["dynamic", "fixed"],
         has_parents: true,
         is_read_only: false,
+        has_options: false,
         size_unit_bytes: SECTOR,
         identity_mark: None,
     };

@@ -1,4 +1,4 @@
-//! Checking an image for contradictions. Nothing is mended: that needs a program that writes qcow2.
+//! Checking an image for contradictions; `repair` mends those that need no person's decision.
 //!
 //! Every reference in the image is counted and compared with the refcounts: too high a count is a leak, too low a one
 //! is corruption, for a writer would give the cluster away. A check also finds entries that cannot be followed or
@@ -10,6 +10,7 @@
 //!
 //! Time is bounded by the length of the file: each L2 table is walked through once for each L1 table that names it.
 
+mod repair;
 mod window;
 
 use std::collections::HashSet;
@@ -24,7 +25,9 @@ use super::codec::table::{Cluster, Rules, decode};
 use super::codec::{COPIED, refcount};
 use super::lists::{List, bitmaps, snapshots};
 use super::open::{Head, read, read_head, read_l1, rules};
-use crate::check::{Report, Severity};
+use crate::check::{Mend, Report, Severity};
+
+pub(super) use self::repair::repair;
 
 /// The most that is read of the table of snapshots and of the directory of bitmaps.
 const LIST_BYTES: u64 = 16 << 20;
@@ -39,18 +42,9 @@ const MAX_WALKS: u64 = 256;
 /// When the header cannot be read; `Unsupported` when the file has more clusters than [`MAX_WALKS`] walks count; I/O
 /// errors.
 pub(super) async fn check<S: Store>(store: &S) -> Result<Report> {
-    let head = read_head(store).await?;
-    refuse_endless(store, &head.header)?;
     let mut findings = Findings::default();
-    findings.report.total_blocks = head.header.size_bytes.div_ceil(head.header.cluster_bytes());
-    note_features(&head.header, &mut findings);
-    let snapshots = snapshots(store, &head, LIST_BYTES).await;
-    let bitmaps = bitmaps(store, &head, LIST_BYTES).await;
-    tell_list("snapshots", &snapshots, &mut findings);
-    tell_list("bitmaps", &bitmaps, &mut findings);
-    let blocks = read_refcount_table(store, &head.header, &mut findings).await?;
-    let snapshot_l1s = snapshot_l1s(&head.header, &snapshots.entries, store.len_bytes(), &mut findings);
-    let walk = Walk { store, rules: rules(&head.header), head, snapshots, snapshot_l1s, bitmaps, blocks };
+    let walk = Walk::open(store, false, &mut findings).await?;
+    note_features(walk.header(), &mut findings);
     walk.run(&mut findings).await?;
     Ok(findings.finish())
 }
@@ -77,10 +71,11 @@ fn snapshot_l1s(header: &Header, snapshots: &[Snapshot], file_bytes: u64, findin
     tables.retain(|(offset, _)| *offset != header.l1_offset);
     if tables.len() < all {
         let shared = all - tables.len();
-        findings.corruption(None, format!("{shared} snapshots name an L1 table that is in use already"));
+        findings.corruption(None, Mend::No, format!("{shared} snapshots name an L1 table that is in use already"));
     }
     if tables.iter().map(|(_, entries)| u64::from(*entries) * 8).sum::<u64>() > file_bytes {
-        findings.corruption(None, "the L1 tables of the snapshots are longer than the file; they are not looked at");
+        let message = "the L1 tables of the snapshots are longer than the file; they are not looked at";
+        findings.corruption(None, Mend::No, message);
         tables.clear();
     }
     tables
@@ -88,30 +83,32 @@ fn snapshot_l1s(header: &Header, snapshots: &[Snapshot], file_bytes: u64, findin
 
 fn note_features(header: &Header, findings: &mut Findings) {
     if header.has(feature::DIRTY) {
-        findings.add(Severity::Note, None, "the image is marked dirty: its refcounts may lag behind");
+        findings.add(Severity::Note, None, Mend::Repair, "the image is marked dirty: its refcounts may lag behind");
     }
     if header.has(feature::CORRUPT) {
-        findings.corruption(None, "the image is marked corrupt: a program that wrote to it found a contradiction");
+        let message = "the image is marked corrupt: a program that wrote to it found a contradiction";
+        findings.corruption(None, Mend::Repair, message);
     }
 }
 
 fn tell_list<T>(what: &str, list: &List<T>, findings: &mut Findings) {
     if let Some(fault) = &list.fault {
         let read = list.entries.len();
-        findings.corruption(None, format!("of {} {what} only {read} can be read: {fault}", list.count));
+        findings.corruption(None, Mend::No, format!("of {} {what} only {read} can be read: {fault}", list.count));
     }
 }
 
 /// The entries of the refcount table; none when it cannot be where it says.
 async fn read_refcount_table<S: Store>(store: &S, header: &Header, findings: &mut Findings) -> Result<Vec<u64>> {
     if let Err(error) = header.check_refcount_table() {
-        findings.corruption(None, error.to_string());
+        findings.corruption(None, Mend::Repair, error.to_string());
         return Ok(Vec::new());
     }
     let len = u64::from(header.refcount_table_clusters) << header.cluster_bits;
     let rest = store.len_bytes().saturating_sub(header.refcount_table_offset);
     if rest < len {
-        findings.corruption(header.refcount_table_offset, "the refcount table goes past the end of the file");
+        let message = "the refcount table goes past the end of the file";
+        findings.corruption(header.refcount_table_offset, Mend::Repair, message);
     }
     let bytes = read(store, header.refcount_table_offset, len.min(rest)).await?;
     Ok(decode(&bytes).collect())
@@ -128,6 +125,8 @@ struct Walk<'a, S> {
     bitmaps: List<Bitmap>,
     /// Entries of the refcount table.
     blocks: Vec<u64>,
+    /// The refcounts of the image are not looked at.
+    ignores_refcounts: bool,
 }
 
 /// One walk through the image, for one window.
@@ -137,6 +136,32 @@ struct Pass {
     is_first: bool,
     /// The L1 table that is walked through is the active one, in which COPIED bits count.
     is_active: bool,
+}
+
+impl Pass {
+    fn new(window: Window) -> Self {
+        Self { is_first: window.first == 0, window, is_active: false }
+    }
+}
+
+impl<'a, S: Store> Walk<'a, S> {
+    /// Reads what is walked through, and tells what cannot be. With `ignores_refcounts`, refcounts are neither compared nor
+    /// counted as users of clusters.
+    async fn open(store: &'a S, ignores_refcounts: bool, findings: &mut Findings) -> Result<Self> {
+        let head = read_head(store).await?;
+        refuse_endless(store, &head.header)?;
+        findings.report.total_blocks = head.header.size_bytes.div_ceil(head.header.cluster_bytes());
+        let snapshots = snapshots(store, &head, LIST_BYTES).await;
+        let bitmaps = bitmaps(store, &head, LIST_BYTES).await;
+        tell_list("snapshots", &snapshots, findings);
+        tell_list("bitmaps", &bitmaps, findings);
+        let mut unheard = Findings::default();
+        let hears = if ignores_refcounts { &mut unheard } else { &mut *findings };
+        let blocks = read_refcount_table(store, &head.header, hears).await?;
+        let snapshot_l1s = snapshot_l1s(&head.header, &snapshots.entries, store.len_bytes(), findings);
+        let rules = rules(&head.header);
+        Ok(Self { store, rules, head, snapshots, snapshot_l1s, bitmaps, blocks, ignores_refcounts })
+    }
 }
 
 impl<S: Store> Walk<'_, S> {
@@ -153,19 +178,28 @@ impl<S: Store> Walk<'_, S> {
     }
 
     async fn run(&self, findings: &mut Findings) -> Result<()> {
-        let clusters = self.store.len_bytes().div_ceil(self.cluster_bytes());
-        let mut first = 0;
-        while first < clusters {
-            let window = Window::new(first, WINDOW_CLUSTERS.min(clusters - first), self.cluster_bits());
-            first = window.end();
-            let mut pass = Pass { is_first: window.first == 0, window, is_active: false };
+        for mut pass in self.passes() {
             self.read_counts(&mut pass, findings).await?;
-            self.refer_to_tables(&mut pass, findings);
-            self.refer_to_bitmaps(&mut pass, findings).await?;
-            self.walk_all(&mut pass, findings).await?;
+            self.count(&mut pass, findings).await?;
             pass.window.compare(findings);
         }
         Ok(())
+    }
+
+    /// A pass for each window of the file.
+    fn passes(&self) -> impl Iterator<Item = Pass> + use<S> {
+        let (bits, clusters) = (self.cluster_bits(), self.store.len_bytes().div_ceil(self.cluster_bytes()));
+        (0..clusters.div_ceil(WINDOW_CLUSTERS)).map(move |number| {
+            let first = number * WINDOW_CLUSTERS;
+            Pass::new(Window::new(first, WINDOW_CLUSTERS.min(clusters - first), bits))
+        })
+    }
+
+    /// Counts all references to the clusters of the window, but for those of refcounts to their own blocks.
+    async fn count(&self, pass: &mut Pass, findings: &mut Findings) -> Result<()> {
+        self.refer_to_tables(pass, findings);
+        self.refer_to_bitmaps(pass, findings).await?;
+        self.walk_all(pass, findings).await
     }
 
     /// Reads the refcounts of the window, and counts the blocks that hold refcounts.
@@ -177,15 +211,15 @@ impl<S: Store> Walk<'_, S> {
                 Ok(None) => continue,
                 Ok(Some(offset)) if self.is_inside(offset) => offset,
                 Ok(Some(offset)) => {
-                    pass.tell(findings, offset, || "a refcount block lies past the end of the file".into());
+                    pass.tell_mendable(findings, offset, || "a refcount block lies past the end of the file".into());
                     continue;
                 }
                 Err(error) => {
-                    pass.tell(findings, *entry, || error.to_string());
+                    pass.tell_mendable(findings, *entry, || error.to_string());
                     continue;
                 }
             };
-            pass.window.refer(offset, self.cluster_bytes(), User::Metadata, findings);
+            pass.window.refer(offset, self.cluster_bytes(), User::Refcounts, findings);
             let first = number * per_block;
             if first < pass.window.end() && pass.window.first < first + per_block {
                 let rest = self.cluster_bytes().min(self.store.len_bytes() - offset);
@@ -205,13 +239,14 @@ impl<S: Store> Walk<'_, S> {
     /// Counts the references to what the header points at.
     fn refer_to_tables(&self, pass: &mut Pass, findings: &mut Findings) {
         let header = self.header();
+        if !self.ignores_refcounts && header.check_refcount_table().is_ok() {
+            let len = u64::from(header.refcount_table_clusters) << header.cluster_bits;
+            pass.window.refer(header.refcount_table_offset, len, User::Refcounts, findings);
+        }
         let mut refer = |offset, len| pass.window.refer(offset, len, User::Metadata, findings);
         refer(0, 1);
         if header.l1_entries > 0 {
             refer(header.l1_offset, u64::from(header.l1_entries) * 8);
-        }
-        if header.check_refcount_table().is_ok() {
-            refer(header.refcount_table_offset, u64::from(header.refcount_table_clusters) << header.cluster_bits);
         }
         let lengths = self.snapshots.entries.iter().map(|snapshot| snapshot.to_bytes().len() as u64);
         match lengths.sum() {
@@ -376,12 +411,14 @@ impl<S: Store> Walk<'_, S> {
 
     /// COPIED says that the refcount is exactly 1: a writer believes it and writes in place.
     fn check_copied(&self, table: &str, entry: u64, offset: u64, place: u64, pass: &mut Pass, findings: &mut Findings) {
-        let Some(count) = pass.window.stored(offset).filter(|_| pass.is_active) else { return };
+        let Some(count) = pass.window.stored(offset).filter(|_| pass.is_active && !self.ignores_refcounts) else {
+            return;
+        };
         let is_set = entry & COPIED != 0;
         if is_set != (count == 1) {
             let says = if is_set { "set" } else { "clear" };
             let message = format!("the {table} entry {entry:#018x} has COPIED {says}, but the refcount is {count}");
-            findings.corruption(place, message);
+            findings.corruption(place, Mend::Repair, message);
         }
     }
 }
@@ -390,7 +427,14 @@ impl Pass {
     /// Adds a finding that every walk would make; only the first walk adds it.
     fn tell(&self, findings: &mut Findings, offset: u64, message: impl FnOnce() -> String) {
         if self.is_first {
-            findings.corruption(offset, message());
+            findings.corruption(offset, Mend::No, message());
+        }
+    }
+
+    /// As [`Pass::tell`], of what a repair mends.
+    fn tell_mendable(&self, findings: &mut Findings, offset: u64, message: impl FnOnce() -> String) {
+        if self.is_first {
+            findings.corruption(offset, Mend::Repair, message());
         }
     }
 
@@ -399,11 +443,4 @@ impl Pass {
             findings.report.allocated_blocks += 1;
         }
     }
-}
-
-/// The error of a repair.
-pub(super) fn no_repair<S: Store>(store: &S) -> Error {
-    Error::new(ErrorKind::Unsupported, "a qcow2 image can be checked, but not repaired")
-        .at_path(store.path())
-        .hint("qemu-img check -r repairs it; or copy what can be read with spile convert")
 }

@@ -11,8 +11,10 @@ const MOST_FINDINGS: usize = 1000;
 /// What refers to a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum User {
-    /// The header, an L1 table, a refcount table or block, the snapshot table, bitmaps, a LUKS header.
+    /// The header, an L1 table, the snapshot table, bitmaps, a LUKS header.
     Metadata,
+    /// A refcount table or block: a repair makes new ones.
+    Refcounts,
     /// An L2 table. Snapshots share them.
     L2,
     /// Data of the guest. Snapshots share them, and several compressed clusters lie in one host cluster.
@@ -25,43 +27,58 @@ impl User {
             Self::Metadata => 1,
             Self::L2 => 2,
             Self::Data => 4,
+            Self::Refcounts => 8,
         }
     }
 
     /// The users that may refer to the same cluster as this one: a bit for each.
     fn may_share_with(self) -> u8 {
         match self {
-            Self::Metadata => 0,
+            Self::Metadata | Self::Refcounts => 0,
             Self::L2 | Self::Data => self.bit(),
         }
     }
 }
 
 /// A report whose length is bounded, however much is wrong.
-#[derive(Default)]
 pub(super) struct Findings {
     pub report: Report,
     left_out: u64,
     worst_left_out: Option<Severity>,
+    can_mend_left_out: bool,
+}
+
+impl Default for Findings {
+    fn default() -> Self {
+        Self { report: Report::default(), left_out: 0, worst_left_out: None, can_mend_left_out: true }
+    }
 }
 
 impl Findings {
-    pub(super) fn add(&mut self, severity: Severity, offset: impl Into<Option<u64>>, message: impl Into<String>) {
+    pub(super) fn add(
+        &mut self,
+        severity: Severity,
+        offset: impl Into<Option<u64>>,
+        mend: Mend,
+        message: impl Into<String>,
+    ) {
         if self.report.findings.len() < MOST_FINDINGS {
-            return self.report.add(severity, offset, Mend::No, message);
+            return self.report.add(severity, offset, mend, message);
         }
         self.left_out += 1;
         self.worst_left_out = self.worst_left_out.max(Some(severity));
+        self.can_mend_left_out &= mend == Mend::Repair;
     }
 
-    pub(super) fn corruption(&mut self, offset: impl Into<Option<u64>>, message: impl Into<String>) {
-        self.add(Severity::Corruption, offset, message);
+    pub(super) fn corruption(&mut self, offset: impl Into<Option<u64>>, mend: Mend, message: impl Into<String>) {
+        self.add(Severity::Corruption, offset, mend, message);
     }
 
     pub(super) fn finish(mut self) -> Report {
         if let Some(severity) = self.worst_left_out {
             let message = format!("{} more findings are not listed", self.left_out);
-            self.report.findings.push(Finding { severity, message, offset_bytes: None, mend: Mend::No });
+            let mend = if self.can_mend_left_out { Mend::Repair } else { Mend::No };
+            self.report.findings.push(Finding { severity, message, offset_bytes: None, mend });
         }
         self.report
     }
@@ -106,6 +123,21 @@ impl Window {
         self.index(offset).map(|index| self.stored[index])
     }
 
+    /// How many references to the cluster at `offset` were found, if that is in the window.
+    pub(super) fn found(&self, offset: u64) -> Option<u16> {
+        self.index(offset).map(|index| self.found[index])
+    }
+
+    /// The first cluster that has more references than `most`.
+    pub(super) fn first_over(&self, most: u16) -> Option<u64> {
+        self.found.iter().position(|found| *found > most).map(|index| self.first + index as u64)
+    }
+
+    /// One past the last cluster that has a reference; 0 when none has.
+    pub(super) fn used_end(&self) -> u64 {
+        self.found.iter().rposition(|found| *found > 0).map_or(0, |index| self.first + index as u64 + 1)
+    }
+
     /// Counts a reference to each cluster of `len_bytes` from `offset`, as far as they are in the window.
     pub(super) fn refer(&mut self, offset: u64, len_bytes: u64, user: User, findings: &mut Findings) {
         let last = offset.saturating_add(len_bytes.max(1) - 1) >> self.cluster_bits;
@@ -115,7 +147,8 @@ impl Window {
             self.found[index] = self.found[index].saturating_add(1);
             if self.users[index] & !user.may_share_with() != 0 {
                 let message = format!("{} overlaps {}", name(user.bit()), name(self.users[index]));
-                findings.corruption(cluster << self.cluster_bits, message);
+                let mend = if is_about_refcounts(user, self.users[index]) { Mend::Repair } else { Mend::No };
+                findings.corruption(cluster << self.cluster_bits, mend, message);
             }
             self.users[index] |= user.bit();
         }
@@ -147,16 +180,21 @@ impl Window {
         match found < stored {
             true => {
                 findings.report.leaked_bytes += if found == 0 { count << self.cluster_bits } else { 0 };
-                findings.add(Severity::Leak, offset, message);
+                findings.add(Severity::Leak, offset, Mend::Repair, message);
             }
-            false => findings.corruption(offset, message),
+            false => findings.corruption(offset, Mend::Repair, message),
         }
     }
 }
 
+/// True when the two would not meet without refcounts, which a repair makes anew.
+fn is_about_refcounts(user: User, others: u8) -> bool {
+    user == User::Refcounts || others & !user.may_share_with() == User::Refcounts.bit()
+}
+
 fn name(users: u8) -> &'static str {
     match users {
-        _ if users & User::Metadata.bit() != 0 => "the image's own metadata",
+        _ if users & (User::Metadata.bit() | User::Refcounts.bit()) != 0 => "the image's own metadata",
         _ if users & User::L2.bit() != 0 => "an L2 table",
         _ => "guest data",
     }
@@ -211,8 +249,8 @@ mod tests {
     #[test]
     fn a_report_stays_short() {
         let mut findings = Findings::default();
-        (0..MOST_FINDINGS).for_each(|_| findings.add(Severity::Leak, None, "x"));
-        findings.corruption(None, "y");
+        (0..MOST_FINDINGS).for_each(|_| findings.add(Severity::Leak, None, Mend::Repair, "x"));
+        findings.corruption(None, Mend::No, "y");
         let report = findings.finish();
         assert_eq!((report.findings.len(), report.worst()), (MOST_FINDINGS + 1, Some(Severity::Corruption)));
     }

@@ -49,6 +49,15 @@ impl FeatureName {
     pub fn text(&self) -> String {
         printable(&self.name)
     }
+
+    /// The bytes of its entry; of a name that is too long, the start.
+    pub fn to_bytes(&self) -> [u8; 48] {
+        let mut out = [0; FEATURE_BYTES];
+        (out[0], out[1]) = (self.kind, self.bit);
+        let len = self.name.len().min(FEATURE_BYTES - 2);
+        out[2..2 + len].copy_from_slice(&self.name[..len]);
+        out
+    }
 }
 
 /// Where the LUKS header lies.

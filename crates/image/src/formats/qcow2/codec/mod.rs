@@ -9,6 +9,7 @@
 //! chose: it is kept as bytes, and made fit for a terminal by [`printable`] before a person sees it.
 
 pub mod bitmap;
+pub mod compress;
 mod error;
 pub mod extension;
 pub mod fuzz;
