@@ -36,6 +36,11 @@ pub fn moving(disk: &Path) -> PathBuf {
     beside(disk, "moving")
 }
 
+/// The copy of a parent of a disk that is to be the disk at this path, while it is made.
+pub fn moving_parent(disk: &Path) -> PathBuf {
+    beside(disk, "moving-parent")
+}
+
 /// Where the disk was moved to.
 pub fn moved(disk: &Path) -> PathBuf {
     beside(disk, "moved")
@@ -158,7 +163,8 @@ mod tests {
         let here = [new_leaf, job, new_job, changes, moving, moved, new_moved, fleece, gone, new_gone, children, set]
             .map(|of| of(disk));
         let from_elsewhere =
-            [receiving, received, new_received, new_changes, came, new_came, left, new_left].map(|of| of(disk));
+            [receiving, received, new_received, new_changes, came, new_came, left, new_left, moving_parent]
+                .map(|of| of(disk));
         let named = here.into_iter().chain(from_elsewhere);
         for beside in named {
             assert_eq!(beside.parent(), disk.parent());

@@ -268,7 +268,7 @@ async fn make_child<F: Files>(
 }
 
 /// The unit in which an image takes space; `None` for one that has no units.
-fn unit_of<S: Store>(image: &AnyLayer<S>) -> Option<u32> {
+pub(crate) fn unit_of<S: Store>(image: &AnyLayer<S>) -> Option<u32> {
     let part = Extent::from_range(0..1);
     u32::try_from(image.unit(part).len_bytes).ok().filter(|len| len.is_power_of_two() && *len >= 4096)
 }

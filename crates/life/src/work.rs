@@ -44,6 +44,15 @@ pub trait Neighbours {
     /// # Errors
     /// When a folder cannot be looked at.
     fn list(&self) -> Pin<Box<dyn Future<Output = Result<Vec<PathBuf>>> + '_>>;
+
+    /// All files that lie now in the folder of the image at `image`, which the disk need not have.
+    ///
+    /// # Errors
+    /// When the folder cannot be looked at.
+    fn beside<'a>(&'a self, image: &'a Path) -> Pin<Box<dyn Future<Output = Result<Vec<PathBuf>>> + 'a>> {
+        let _ = image;
+        self.list()
+    }
 }
 
 /// What is there later.

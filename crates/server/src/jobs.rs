@@ -1,7 +1,7 @@
 //! Jobs on the images of a disk of this host: what `spile-life` needs besides the disk. A server and the commands for disks that nobody
 //! serves run them in the same way.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
 
@@ -85,6 +85,10 @@ struct Beside(Vec<LayerInfo>);
 impl Neighbours for Beside {
     fn list(&self) -> Pin<Box<dyn Future<Output = Result<Vec<PathBuf>>> + '_>> {
         Box::pin(family::beside(&self.0))
+    }
+
+    fn beside<'a>(&'a self, image: &'a Path) -> Pin<Box<dyn Future<Output = Result<Vec<PathBuf>>> + 'a>> {
+        Box::pin(async move { family::files_in(image.parent().unwrap_or(Path::new("/"))).await })
     }
 }
 

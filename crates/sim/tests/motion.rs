@@ -17,6 +17,7 @@ fn three_hundred_seeds_find_nothing() {
     assert!(all.put_off > 5, "no hand-over was put off: {all:?}");
     assert!(all.taken_up > 15 && all.replaced > 3, "too few halves were there to go on with: {all:?}");
     assert!(all.back > 15 && all.written_behind > 0, "too few disks went back: {all:?}");
+    assert!(all.kept > 15 && all.reused > 3 && all.spoiled > 0, "too few disks took their parents along: {all:?}");
     assert!(all.resumed > 30 && all.ended_early > 30, "too little happened: {all:?}");
 }
 
@@ -76,6 +77,16 @@ fn changes_that_are_not_copied_again_are_found() {
 #[test]
 fn an_old_image_that_somebody_wrote_to_is_found() {
     bites(Broken::OldImageAsIs, " reads ");
+}
+
+#[test]
+fn a_parent_that_is_another_image_is_found() {
+    bites(Broken::AnyParent, " reads ");
+}
+
+#[test]
+fn what_the_disk_has_given_up_since_it_was_copied_is_found() {
+    bites(Broken::GivenUpLeftOut, " reads ");
 }
 
 #[test]

@@ -4,6 +4,7 @@
 //! seen in the images. A note that was not written to its end says nothing, because then nothing had begun. A job that is stopped writes
 //! its note anew, with what its users want of it by then.
 
+use std::iter::Peekable;
 use std::path::{Path, PathBuf};
 
 use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreOffset, Via};
@@ -97,6 +98,8 @@ impl There {
 const ANY_HEAD: &str = "spile job ";
 /// The first line: a note of another form is left alone.
 const HEAD: &str = "spile job 1";
+/// A line of the note of a move that keeps the chain.
+const KEEPS_CHAIN: &str = "chain keep";
 /// The last line: without it the note was not written to its end.
 const END: &str = "end";
 /// No note is longer.
@@ -119,17 +122,19 @@ impl Plan {
                 format!("coalesce\nidentity {hex}\nlayer {}\nparent {}\n", text_of(path)?, text_of(parent)?)
             }
             Self::Flatten => "flatten\n".to_owned(),
-            Self::Move(Move { to, format, deletes_source, stays, has_no_mark, id }) => {
+            Self::Move(Move { to, format, deletes_source, keeps_chain, stays, has_no_mark, id }) => {
                 let yes = |yes: &bool| if *yes { "yes" } else { "no" };
                 let (to, delete, stay, unmarked) =
                     (text_of_place(to)?, yes(deletes_source), yes(stays), yes(has_no_mark));
                 let id = id.map(|id| format!(" {}", to_hex(id))).unwrap_or_default();
-                format!("move{id}\nto {to}\nformat {format}\ndelete {delete}\nstay {stay}\nunmarked {unmarked}\n")
+                let chain = if *keeps_chain { KEEPS_CHAIN } else { "" };
+                let head = format!("move{id}\nto {to}\nformat {format}\ndelete {delete}\nstay {stay}\n");
+                format!("{head}unmarked {unmarked}\n{chain}{}", if *keeps_chain { "\n" } else { "" })
             }
         })
     }
 
-    fn from_lines<'a>(lines: &mut impl Iterator<Item = &'a str>) -> Option<Self> {
+    fn from_lines<'a>(lines: &mut Peekable<impl Iterator<Item = &'a str>>) -> Option<Self> {
         let mut next = |before: &str| lines.next()?.strip_prefix(before);
         match next("")? {
             "flatten" => Some(Self::Flatten),
@@ -147,7 +152,8 @@ impl Plan {
                 let (to, format) = (next("to ")?.parse().ok()?, next("format ")?.parse().ok()?);
                 let (deletes_source, stays) = (yes(next("delete ")?)?, yes(next("stay ")?)?);
                 let has_no_mark = yes(next("unmarked ")?)?;
-                Some(Self::Move(Move { to, format, deletes_source, stays, has_no_mark, id }))
+                let keeps_chain = lines.next_if_eq(&KEEPS_CHAIN).is_some();
+                Some(Self::Move(Move { to, format, deletes_source, keeps_chain, stays, has_no_mark, id }))
             }
         }
     }
@@ -433,12 +439,14 @@ mod tests {
             to: Locator::Path("/new/c d.raw".into()),
             format: Format::Raw,
             deletes_source: true,
+            keeps_chain: false,
             stays: false,
             has_no_mark: true,
             id: None,
         };
         let away = Move { to: Locator::Nbd("nbd://h/x".to_owned()), id: Some(Identity([0x3c; 16])), ..to.clone() };
-        let moves = [to, away].map(|to| (Plan::Move(to), Wishes::default()));
+        let whole = Move { keeps_chain: true, ..to.clone() };
+        let moves = [to, whole, away].map(|to| (Plan::Move(to), Wishes::default()));
         let plans = [(Plan::Coalesce(merged), wishes), (Plan::Flatten, Wishes::default())].into_iter().chain(moves);
         for (plan, wishes) in plans {
             let of = (plan == Plan::Flatten).then_some(Identity([0x5e; 16]));

@@ -74,6 +74,9 @@ struct Ends<F: Files> {
     /// What was copied since the target was flushed.
     unflushed: Blocks,
     buffers: Vec<Segments>,
+    /// Below both disks lies the same: only what their own images have is copied.
+    is_over_parents: bool,
+    broken: Broken,
 }
 
 /// Copies a disk to another place.
@@ -111,7 +114,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
         status: &'a Status,
         (place, progress): (&'a Place, &'a Progress),
     ) -> Self {
-        let ends = Ends::new(work, source, target, mirror);
+        let ends = Ends::new(work, source, target, mirror, place.is_over_parents.get());
         Self {
             work,
             source: source.clone(),
@@ -121,7 +124,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             progress,
             ends: RefCell::new(Rc::new(ends)),
             pauses: Pauses::new(),
-            copied_bytes: Cell::new(0),
+            copied_bytes: Cell::new(place.parents_bytes()),
             unflushed_bytes: Cell::new(0),
             speed: Cell::new((0, 0)),
             patience: Cell::new(0),
@@ -235,7 +238,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             self.work.job.go_on().await.map_err(Failure::Disk)?;
             match Box::pin(self.place.open_again(self.work, &self.source)).await {
                 Ok(target) => {
-                    let ends = Ends::new(self.work, &self.source, Arc::new(target), &self.mirror);
+                    let ends = Ends::new(self.work, &self.source, Arc::new(target), &self.mirror, false);
                     *self.ends.borrow_mut() = Rc::new(ends);
                     return Ok(());
                 }
@@ -287,6 +290,14 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
     /// Marks what the disk holds from `at` on. What it does not hold is zero in a new image, too; elsewhere it is made zero.
     async fn mark_from(&self, mut at: u64, is_zero: bool) -> Result<(), Failure> {
         let size_bytes = self.source.size_bytes();
+        while at < size_bytes && self.place.is_over_parents.get() {
+            self.work.job.go_on().await.map_err(Failure::Disk)?;
+            let rest = Extent::from_range(at..size_bytes);
+            let own = self.source.own_runs_of(1, rest, RUNS_AT_ONCE).await.map_err(Failure::Disk)?;
+            own.iter().for_each(|run| self.mirror.mark(*run));
+            at = own.get(RUNS_AT_ONCE - 1).map_or(size_bytes, |last| last.end());
+            self.work.timer.sleep(A_TURN).await;
+        }
         while at < size_bytes {
             self.work.job.go_on().await.map_err(Failure::Disk)?;
             let rest = Extent::from_range(at..size_bytes);
@@ -465,8 +476,16 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
 }
 
 impl<F: Files> Ends<F> {
-    fn new(work: &Work<'_, F>, source: &Arc<GraphOf<F>>, target: Arc<GraphOf<F>>, mirror: &Arc<Mirror>) -> Self {
+    fn new(
+        work: &Work<'_, F>,
+        source: &Arc<GraphOf<F>>,
+        target: Arc<GraphOf<F>>,
+        mirror: &Arc<Mirror>,
+        is_over_parents: bool,
+    ) -> Self {
         Self {
+            is_over_parents,
+            broken: work.broken,
             source: Aligned::new(source.clone()),
             target: Aligned::new(target),
             mirror: mirror.clone(),
@@ -485,10 +504,43 @@ impl<F: Files> Ends<F> {
     }
 
     async fn copy_run(&self, run: Extent, buffer: &Segments) -> Result<(), Failure> {
+        // Asked before the read, as the mark was cleared before: what a guest changes from then on is marked again.
+        let parts = if self.is_over_parents { self.own_runs(run).await? } else { vec![run] };
         let bytes = buffer.slice(0..run.len_bytes as usize);
-        self.source.read(run, &bytes).await.map_err(Failure::Disk)?;
+        if !parts.is_empty() {
+            self.source.read(run, &bytes).await.map_err(Failure::Disk)?;
+        }
         self.mirror.was_read(run);
         self.unflushed.mark(run);
+        for part in parts {
+            let within = (part.start() - run.start()) as usize..(part.end() - run.start()) as usize;
+            self.put(part, &bytes.slice(within)).await?;
+        }
+        Ok(())
+    }
+
+    /// What the disk's own image has of `run`, and what the new one has. What both lack is the same; what only the new one has, the disk's own image has
+    /// given up since it was copied.
+    async fn own_runs(&self, run: Extent) -> Result<Vec<Extent>, Failure> {
+        let mut runs = self.source.inner().own_runs_of(1, run, usize::MAX).await.map_err(Failure::Disk)?;
+        if self.broken != Broken::GivenUpLeftOut {
+            runs.extend(self.target.inner().own_runs_of(1, run, usize::MAX).await.map_err(Failure::Place)?);
+        }
+        runs.sort_unstable_by_key(|run| run.start());
+        let mut joined: Vec<Extent> = Vec::new();
+        for run in runs {
+            match joined.last_mut() {
+                Some(last) if last.end() >= run.start() => {
+                    *last = Extent::from_range(last.start()..last.end().max(run.end()));
+                }
+                _ => joined.push(run),
+            }
+        }
+        Ok(joined)
+    }
+
+    /// Writes `bytes` to `run` of the new image. Zeroes take no space there.
+    async fn put(&self, run: Extent, bytes: &Segments) -> Result<(), Failure> {
         let block = super::BLOCK_BYTES as usize;
         let mut at = 0;
         while at < bytes.len() {

@@ -27,6 +27,7 @@ mod handover;
 mod mirror;
 mod note;
 mod order;
+mod parents;
 mod pauses;
 mod place;
 mod progress;
@@ -68,6 +69,8 @@ pub struct Move {
     pub format: Format,
     /// The old image is removed once the disk has been handed over.
     pub deletes_source: bool,
+    /// The disk's parents are copied as files of their own, and the new image is a child of these. Else it holds all that they show.
+    pub keeps_chain: bool,
     /// The disk is not handed over. Its copy stays in step until the job is told to finish.
     pub stays: bool,
     /// The old place, a device or an export, may be left although nothing tells there that the disk is elsewhere.
@@ -233,7 +236,7 @@ async fn open_place<F: Files>(
         let why = "all is copied anew: what was copied before, or what has changed since, is not known for certain";
         status.set_trouble(Some(why.to_owned()));
     }
-    place.make(work, source, plan).await
+    place.make(work, source, plan, status).await
 }
 
 /// What a disk is mirrored with.

@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::{Either, select};
@@ -13,13 +14,15 @@ use spile_image::{Broken, Format, Graph, OpenOptions};
 
 use super::note::{Moved, is_free, refuse_taken};
 use super::order::{self, Order};
+use super::parents::{Held, Parents};
 use super::pauses::Pauses;
 use super::received::IS_WHOLE;
+use super::status::Status;
 use super::{Move, old_image};
 use crate::jobs::Plan;
 use crate::jobs::note::{Copied, Note, There, to_hex};
 use crate::names;
-use crate::snapshot::remove_if_there;
+use crate::snapshot::{new_child, remove_if_there, unit_of};
 use crate::work::{GraphOf, Work, is_no_image};
 
 /// How long the other host may take to remove what a cancelled move has left, or to say what it has.
@@ -46,6 +49,10 @@ pub(super) struct Place {
     is_told: Cell<bool>,
     /// What of the new image can be taken up by the next process is left when this one ends.
     pub keeps_half: Cell<bool>,
+    /// The copies of the disk's parents, when its chain is kept.
+    parents: Option<Parents>,
+    /// The new image is a child of these copies: it gets what the disk's own image has.
+    pub is_over_parents: Cell<bool>,
 }
 
 /// Which file a half of this host is, as it is noted. `None` where nobody can tell later.
@@ -73,6 +80,10 @@ impl Place {
                 "--leave-unmarked moves it all the same: then see to it that nobody starts a server with the old place";
             return Err(Error::new(ErrorKind::Unsupported, what).at_path(&disk).hint(hint));
         }
+        let parents = match &plan.to {
+            Locator::Path(to) if plan.keeps_chain => Parents::of(source, to, plan.format)?,
+            _ => None,
+        };
         let moved = Moved { to: plan.to.clone(), image: old_image(&disk), half, finish: None };
         let place = Self {
             disk: has_name.then_some(disk),
@@ -85,9 +96,14 @@ impl Place {
             was_taken_in: Cell::new(false),
             is_told: Cell::new(false),
             keeps_half: Cell::new(false),
+            parents,
+            is_over_parents: Cell::new(false),
         };
         place.check_names(work, store).await?;
         place.refuse_children(work, source).await?;
+        if let Some(parents) = &place.parents {
+            parents.check(work, source).await?;
+        }
         Ok(place)
     }
 
@@ -169,6 +185,7 @@ impl Place {
             let Some(id) = plan.id.filter(|id| to_hex(*id) == copied.half) else { return Ok(None) };
             self.be_taken_in(id);
         }
+        self.is_over_parents.set(self.parents.is_some() && Parents::are_below(&copied.half));
         let target = match self.open_again(work, source).await {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             // It was not made to its end, or is another file.
@@ -184,7 +201,9 @@ impl Place {
 
     /// Which half `target` is, as it is noted. `None` where nobody can tell later.
     pub fn which<F: Files>(&self, target: &GraphOf<F>) -> Option<String> {
+        let over = self.parents.as_ref().filter(|_| self.is_over_parents.get());
         match (&self.moved.half, self.taken_in.get()) {
+            (Some(_), _) if let Some(over) = over => over.which(target),
             (Some(_), _) => name_of_half(target.handles()[0].image().store()),
             (None, id) => id.map(to_hex),
         }
@@ -218,21 +237,55 @@ impl Place {
     ///
     /// # Errors
     /// What cannot take the disk's place; the stores'.
-    pub async fn make<F: Files>(&mut self, work: &Work<'_, F>, source: &GraphOf<F>, plan: &Move) -> Result<GraphOf<F>> {
+    pub async fn make<F: Files>(
+        &mut self,
+        work: &Work<'_, F>,
+        source: &GraphOf<F>,
+        plan: &Move,
+        status: &Arc<Status>,
+    ) -> Result<GraphOf<F>> {
         let Some(half) = &self.moved.half else { return self.open_there(work, source, plan).await };
         remove_half(work.files, half).await?;
-        let new = NewImage::new(source.size_bytes());
+        // All is refused by now that can be refused at once.
+        let parents = match &self.parents {
+            Some(parents) => {
+                work.job.set_status(status.clone());
+                work.job.accept();
+                Some(Box::pin(parents.have(work, source, status)).await?)
+            }
+            None => None,
+        };
+        self.is_over_parents.set(parents.is_some());
+        let new = self.new_image(source, parents.as_ref())?;
         let store = work.files.create(half, 0).await?;
         self.is_made.set(true);
         self.format.create(&store, &**work.env, &new).await?;
         drop(store);
         let target = self.open(work, source).await?;
+        if let Some(parents) = &parents {
+            check_parent(work.files, &target, parents.top().1).await?;
+        }
         // Nobody else removes it while it is open here.
         self.check_half(work.files, target.handles()[0].image().store()).await?;
         if let Some(disk) = &self.disk {
             work.files.copy_access(disk, half).await?;
         }
         Ok(target)
+    }
+
+    /// What the new image is to be, over these copies of the disk's parents.
+    fn new_image<F: Files>(&self, source: &GraphOf<F>, parents: Option<&Held<F>>) -> Result<NewImage> {
+        let (size_bytes, leaf) = (source.size_bytes(), source.handles()[0].image());
+        let Some((top, name)) = parents.map(Held::top) else {
+            return Ok(NewImage::new(size_bytes));
+        };
+        let unit_bytes = (leaf.format() == self.format).then(|| unit_of(leaf)).flatten();
+        Ok(NewImage { unit_bytes, ..new_child(&top.info(), size_bytes, name)? })
+    }
+
+    /// How much of the disk's parents was copied and compared, in bytes.
+    pub fn parents_bytes(&self) -> u64 {
+        self.parents.as_ref().map_or(0, Parents::done_bytes)
     }
 
     /// Opens the export. A host that takes disks in makes the image; any other one has an export of this name already.
@@ -343,6 +396,7 @@ impl Place {
 
     /// Removes the half of a process before, when the move is given up before that could be opened.
     pub async fn give_left_half_up<F: Files>(&self, work: &Work<'_, F>) {
+        self.remove_hidden_parent(work.files).await;
         match &self.moved.half {
             // Somebody else may have it open: then it is not ours any more.
             Some(half) => _ = remove_half(work.files, half).await,
@@ -409,12 +463,20 @@ impl Place {
         }
     }
 
+    /// No half of a parent is gone on with.
+    async fn remove_hidden_parent<F: Files>(&self, files: &F) {
+        if let Some(parents) = &self.parents {
+            let _ = parents.remove_hidden(files).await;
+        }
+    }
+
     /// Removes what was made, after the job has failed: the disk is `source`, the new image `target`, if it could be opened. It is still open,
     /// so that nobody else can have the hidden name.
     ///
     /// # Errors
     /// The system's.
     pub async fn remove<F: Files>(&self, files: &F, source: &GraphOf<F>, target: Option<&GraphOf<F>>) -> Result<()> {
+        self.remove_hidden_parent(files).await;
         let half = match (&self.moved.half, target) {
             _ if self.keeps_half.get() => Ok(()),
             (_, Some(target)) => self.remove_hidden_name(files, target).await,
@@ -431,6 +493,17 @@ impl Place {
             None => Ok(()),
         };
         half.and(name).and(note)
+    }
+}
+
+/// Refuses a new image that finds another parent than the one at `parent`.
+async fn check_parent<F: Files>(files: &F, new: &GraphOf<F>, parent: &Path) -> Result<()> {
+    match new.handles().get(1) {
+        Some(found) if files.is_at(found.image().store(), parent).await? => Ok(()),
+        _ => {
+            let what = "the new image does not find the copy of its parent";
+            Err(Error::new(ErrorKind::Busy, what).at_path(parent).hint("somebody has replaced it: try again"))
+        }
     }
 }
 

@@ -9,6 +9,8 @@ use super::mirror::Mirror;
 /// What a move is at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
+    /// The disk's parents are copied, or compared with what is there.
+    Parents,
     /// What the disk held at the begin is copied.
     Copying,
     /// What has changed since is copied.
@@ -27,6 +29,7 @@ impl Phase {
     /// Its name in JSON and in tables.
     pub fn name(self) -> &'static str {
         match self {
+            Self::Parents => "copying parents",
             Self::Copying => "copying",
             Self::CatchingUp => "catching up",
             Self::InStep => "in step",
@@ -42,6 +45,8 @@ impl Phase {
 pub struct Motion {
     /// What it is at.
     pub phase: Phase,
+    /// How many of the disk's parents are at the new place, and how many are to be; `None` when the disk's chain is not kept.
+    pub parents: Option<(usize, usize)>,
     /// Bytes in blocks that the copy lacks, or may lack.
     pub lag_bytes: u64,
     /// All that was written up to so many milliseconds ago is in the copy. `None` until all of the disk was copied once.
@@ -68,6 +73,7 @@ pub struct Status {
 
 struct Now {
     phase: Phase,
+    parents: Option<(usize, usize)>,
     /// What had ended by then is in the copy.
     copied_until: Option<Instant>,
     longest_stall: Duration,
@@ -80,7 +86,7 @@ impl Status {
     pub(super) fn new(mirror: Arc<Mirror>) -> Self {
         let (copied_until, longest_stall) = (None, Duration::ZERO);
         let (phase, failing_since, trouble, old_image) = (Phase::Copying, None, None, None);
-        let now = Now { phase, copied_until, longest_stall, failing_since, trouble, old_image };
+        let now = Now { phase, parents: None, copied_until, longest_stall, failing_since, trouble, old_image };
         Self { mirror, now: Mutex::new(now) }
     }
 
@@ -95,6 +101,13 @@ impl Status {
             (now.failing_since, now.trouble) = (None, None);
         }
         now.phase = phase;
+    }
+
+    /// So many of the disk's parents are at the new place.
+    pub(super) fn set_parents(&self, done: usize, total: usize) {
+        let mut now = self.now();
+        now.parents = Some((done, total));
+        now.phase = if done < total { Phase::Parents } else { Phase::Copying };
     }
 
     pub(super) fn set_copied_until(&self, moment: Instant) {
@@ -129,6 +142,7 @@ impl Status {
         let lag = now.copied_until.map(|until| if lag_bytes == 0 { Duration::ZERO } else { until.elapsed() });
         Motion {
             phase: now.phase,
+            parents: now.parents,
             lag_bytes,
             lag_ms: lag.map(|lag| lag.as_millis() as u64),
             is_holding: self.mirror.is_holding(),

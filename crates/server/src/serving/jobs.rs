@@ -566,16 +566,29 @@ fn plan_move(graph: &Graph<HostStore>, new: &NewJob) -> Result<Move> {
     let bad = |what: String| Error::new(ErrorKind::InvalidInput, what);
     let Some(to) = &new.to else { return Err(bad("a move needs a place to go `to`".to_owned())) };
     let given = new.to_format.as_deref().map(str::parse).transpose()?;
+    let keeps_chain = match new.chain.as_deref() {
+        None | Some("flatten") => false,
+        Some("keep") => true,
+        Some(other) => return Err(bad(format!("a chain cannot be moved by {other:?}: keep or flatten"))),
+    };
     let plan = |to, format| Move {
         to,
         format,
         deletes_source: new.delete_source,
+        keeps_chain,
         stays: new.mirror_only,
         has_no_mark: new.leave_unmarked,
         id: None,
     };
     let to = match to.parse()? {
         Locator::Path(to) => to,
+        Locator::Nbd(_) if keeps_chain => {
+            let what = "an export is one image: the disk's chain cannot be kept there";
+            let error = Error::new(ErrorKind::Unsupported, what);
+            return Err(error.hint(
+                "move it without --chain keep: all that its parents show goes along; or mount the other host's folder here, and move the disk to that path",
+            ));
+        }
         Locator::Nbd(uri) => {
             let id = Some(Identity(OsEnv.random_16()));
             return Ok(Move { id, ..plan(Locator::Nbd(uri), given.unwrap_or(Format::Raw)) });

@@ -6,13 +6,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use spile_core::{Env, ErrorKind, Files, Locator};
-use spile_image::Format;
+use spile_image::{Format, LayerInfo};
 use spile_life::jobs::{Job, Plan, State, Wishes};
 use spile_life::motion::{CameFrom, Move, old_image};
 use spile_life::{Work, names};
 
 use super::marks::Marked;
-use super::{Host, MotionNode};
+use super::{Host, MotionNode, PARENTS, SHARED};
 use crate::jobs;
 use crate::rng::Rng;
 use crate::turns::{Turns, pause, turns};
@@ -40,10 +40,18 @@ impl Host {
                 Some(came) => (came.from, came.format),
                 None => (to, format),
             };
+            // Now and then with its parents.
+            let has_parents = node.graph().await.handles().len() > 1;
+            let keeps_chain = has_parents && rng.chance(2, 3);
+            let (to, format) = match keeps_chain && (format != Format::Vhd || rng.chance(3, 4)) {
+                true => (Path::new(SHARED).join(format!("disk{}.vhd", self.begun.get())), Format::Vhd),
+                false => (to, format),
+            };
             let plan = Plan::Move(Move {
                 to: Locator::Path(to),
                 format,
                 deletes_source: rng.chance(1, 3),
+                keeps_chain,
                 stays: false,
                 has_no_mark: false,
                 id: None,
@@ -56,7 +64,7 @@ impl Host {
 
     /// One job, and what must be true when it has ended.
     async fn job(self: &Rc<Self>, node: &MotionNode, plan: Plan, rng: &mut Rng) -> State {
-        let Plan::Move(Move { to: Locator::Path(to), deletes_source, .. }) = &plan else {
+        let Plan::Move(Move { to: Locator::Path(to), deletes_source, keeps_chain, .. }) = &plan else {
             panic!("a job that nobody has begun: {plan:?}")
         };
         let at = self.at();
@@ -86,6 +94,8 @@ impl Host {
         };
         let before = jobs::requests(node);
         let comes_back = self.names_old_image(&at, to).await;
+        let layers = node.graph().await.layers();
+        let finds = if *keeps_chain { self.spoil_parents(&layers, to).await } else { false };
         let ended = spile_life::run(&work, &plan).await;
         let leaf = node.graph().await.handles()[0].path().to_owned();
         let is_there = async |path: PathBuf| files.canonical(&path).await.is_ok();
@@ -96,10 +106,18 @@ impl Host {
                 let is_kept = is_there(old_image(&at)).await;
                 assert!(is_kept != *deletes_source || self.has_faults(), "the old image is kept: {is_kept}");
                 self.note_moved(to.clone());
+                let has_chain = *keeps_chain && layers.len() > 1;
+                if has_chain && !comes_back {
+                    let new = node.graph().await.layers();
+                    assert_eq!(new.len(), layers.len(), "the chain was not kept: {new:?}");
+                    assert!(new.iter().all(|layer| layer.path.parent() == to.parent()), "another folder: {new:?}");
+                }
                 let is_busy = jobs::requests(node) > before;
                 self.count(|summary| {
                     (summary.moved, summary.busy) = (summary.moved + 1, summary.busy + u64::from(is_busy));
                     summary.back += u64::from(comes_back && !self.has_faults());
+                    summary.kept += u64::from(has_chain);
+                    summary.reused += u64::from(has_chain && finds);
                 });
             }
             Err(error) => {
@@ -112,6 +130,8 @@ impl Host {
                 let fine = fine || (error.kind() == ErrorKind::Exists && self.had_faults.get());
                 // The old image of a way that was not taken back is in the way of the next one.
                 let fine = fine || error.to_string().contains("there is an old image of an earlier move");
+                // Somebody has written to a parent there.
+                let fine = fine || error.to_string().contains("another file has it");
                 assert!(fine, "{plan:?} failed without a fault: {error:?}");
                 // The next process goes on with the half.
                 let has_half = is_there(names::moving(to)).await && job.state() != State::Stopped;
@@ -123,6 +143,8 @@ impl Host {
                 self.count(|summary| summary.ended_early += 1);
             }
         }
+        let has_half_parent = is_there(names::moving_parent(to)).await;
+        assert!(!has_half_parent || self.has_faults(), "half a parent is left");
         jobs::check_note(&files, &at, job.state(), || self.has_faults()).await;
         job.state()
     }
@@ -140,6 +162,22 @@ impl Host {
             self.count(|summary| summary.written_behind += 1);
         }
         !is_written
+    }
+
+    /// True when a parent of the disk, which has these layers, is at the place `to` already. Now and then an operator has written to that.
+    async fn spoil_parents(&self, layers: &[LayerInfo], to: &Path) -> bool {
+        let copies =
+            PARENTS.iter().filter_map(|parent| Path::new(parent).file_name().map(|name| to.with_file_name(name)));
+        let there: Vec<_> = copies.filter(|copy| self.world.file_number(copy).is_some()).collect();
+        let free: Vec<_> = there.iter().filter(|copy| layers.iter().all(|layer| layer.path != **copy)).collect();
+        // A half that goes on is a child of them.
+        let has_half = self.world.file_number(&names::moving(to)).is_some();
+        let is_written = !self.has_faults() && !has_half && self.window_rng.borrow_mut().chance(1, 8);
+        if let Some(copy) = free.first().filter(|_| is_written) {
+            self.write_to_old_image(copy).await;
+            self.count(|summary| summary.spoiled += 1);
+        }
+        !there.is_empty()
     }
 
     /// Now and then an operator writes to the old image that the disk at `disk` has left.

@@ -40,8 +40,11 @@ use marks::Tracking;
 
 type MotionNode = Arc<Node<Graph<SimStore>>>;
 
-/// The parent of the first image, if it has one.
-const PARENT: &str = "/images/parent.vhd";
+/// The parents of the first image, if it has some: the last ones of these, the lowest first.
+const PARENTS: [&str; 2] = ["/images/base.vhd", "/images/parent.vhd"];
+
+/// The folder to which disks go with their parents: some find them there.
+const SHARED: &str = "/array/shared";
 
 /// What stays over the lives of the process.
 struct Host {
@@ -93,6 +96,12 @@ summary! {
         pub back: u64,
         /// Old images that somebody wrote to before the disk went back.
         pub written_behind: u64,
+        /// Moves that were done with the parents.
+        pub kept: u64,
+        /// Such moves that found a parent there.
+        pub reused: u64,
+        /// Parents there that somebody had written to before.
+        pub spoiled: u64,
         /// Jobs that were cancelled, or failed by a fault.
         pub ended_early: u64,
     }
@@ -171,15 +180,17 @@ impl Host {
         self.at.borrow().clone()
     }
 
-    /// Makes the first image, durable, with something in it; and now and then a parent with something in it.
+    /// Makes the first image, durable, with something in it; and now and then parents with something in them.
     fn fill(self: &Rc<Self>, rng: &mut Rng) {
         let first = self.at();
         let has_parent = first.extension().is_some_and(|extension| extension == "vhd") && rng.chance(1, 2);
-        let images = if has_parent { vec![PathBuf::from(PARENT), first] } else { vec![first] };
-        for (number, path) in images.into_iter().enumerate() {
+        let parents = if has_parent { &PARENTS[self.window_rng.borrow_mut().below(2) as usize..] } else { &[] };
+        let images: Vec<PathBuf> = parents.iter().map(PathBuf::from).chain([first]).collect();
+        for (number, path) in images.iter().cloned().enumerate() {
             let (host, word) = (self.clone(), rng.word());
+            let parent = number.checked_sub(1).map(|below| images[below].clone());
             block_on(&self.world, async move {
-                let made = host.make(&path, number > 0).await;
+                let made = host.make(&path, parent.as_deref()).await;
                 made.unwrap_or_else(|error| panic!("cannot create an image: {error:?}"));
                 let opened = Graph::open(&host.world.files(), host.world.env(), path, &OpenOptions::default()).await;
                 let graph = opened.unwrap_or_else(|error| panic!("a new image does not open: {error:?}"));
@@ -188,23 +199,24 @@ impl Host {
         }
     }
 
-    async fn make(&self, path: &Path, is_child: bool) -> Result<()> {
-        self.make_as(path, Format::from_extension(path).unwrap_or(Format::Vhd), is_child).await
+    async fn make(&self, path: &Path, parent: Option<&Path>) -> Result<()> {
+        self.make_as(path, Format::from_extension(path).unwrap_or(Format::Vhd), parent).await
     }
 
-    async fn make_as(&self, path: &Path, format: Format, is_child: bool) -> Result<()> {
+    async fn make_as(&self, path: &Path, format: Format, parent: Option<&Path>) -> Result<()> {
         if format == Format::Raw {
             self.world.install_empty(path, self.size_bytes);
             return Ok(());
         }
         let files = self.world.files();
-        let mut params = match is_child {
-            false => CreateParams::new(DiskType::Dynamic, self.size_bytes),
-            true => {
+        let mut params = match parent {
+            None => CreateParams::new(DiskType::Dynamic, self.size_bytes),
+            Some(at) => {
                 let options = OpenOptions { read_only: true, ..OpenOptions::default() };
-                let parent = Graph::open(&files, self.world.env(), Path::new(PARENT), &options).await?;
+                let parent = Graph::open(&files, self.world.env(), at, &options).await?;
                 let uuid = parent.layers()[0].identity.map_or([0; 16], |identity| identity.0);
-                let (name, absolute_path, timestamp) = ("parent.vhd".to_owned(), None, 0);
+                let name = at.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                let (absolute_path, timestamp) = (None, 0);
                 let relative_path = name.clone();
                 CreateParams::child(self.size_bytes, VhdParent { relative_path, absolute_path, uuid, timestamp, name })
             }
@@ -335,7 +347,7 @@ impl Host {
         let removed = self.world.files().remove(&half).await;
         removed.unwrap_or_else(|error| panic!("a half cannot be removed: {error:?}"));
         let format = self.to.borrow().as_deref().and_then(Format::from_extension);
-        let made = self.make_as(&half, format.unwrap_or(Format::Raw), false).await;
+        let made = self.make_as(&half, format.unwrap_or(Format::Raw), None).await;
         made.unwrap_or_else(|error| panic!("cannot create an image: {error:?}"));
         self.world.settle(&half);
         self.count(|summary| summary.replaced += 1);

@@ -57,6 +57,7 @@ impl Host {
                 to: export(&format!("disk{}.{extension}", self.begun.get())),
                 format: Format::Raw,
                 deletes_source: rng.chance(1, 3),
+                keeps_chain: false,
                 stays,
                 has_no_mark: false,
                 id: Some(Identity(self.here.env().random_16())),

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_image::Format;
 use spile_server::serving::api::types::{Job, NewJob};
@@ -13,7 +13,7 @@ use crate::units::{format_size, format_us};
 
 /// Move a disk to another place while guests use it
 ///
-/// What the disk holds is copied into a new image, with all that its parents show; what guests change meanwhile is copied again, until next to
+/// What the disk holds is copied into a new image, with all that its parents show, or over copies of these (--chain keep); what guests change meanwhile is copied again, until next to
 /// nothing is missing. Then requests wait for a moment, and guests go on with the new image. From then on there is no image at the old
 /// path any more: the old one is called NAME.moved.EXTENSION, and a server that is started with the old path is told where the disk is. Change
 /// the server's command line or configuration to the new path before it is started anew. Until the disk is handed over, nothing
@@ -29,6 +29,10 @@ pub struct MoveArgs {
     /// The format of the new image [default: what the extension says]
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     to_format: Option<Format>,
+    /// What becomes of the disk's parents: `flatten` has the new image hold all that they show; `keep` copies them, too, as files of their own, beside the
+    /// new image (to a path on this host only)
+    #[arg(long, value_name = "HOW", default_value = "flatten")]
+    chain: Chain,
     /// Remove the old image once the disk has been handed over
     #[arg(long)]
     delete_source: bool,
@@ -39,6 +43,15 @@ pub struct MoveArgs {
     /// old place any more
     #[arg(long)]
     leave_unmarked: bool,
+}
+
+/// What becomes of a disk's parents.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Chain {
+    /// The new image holds all that they show.
+    Flatten,
+    /// They are copied, too.
+    Keep,
 }
 
 /// Runs `spile move`.
@@ -54,11 +67,12 @@ pub fn run(args: &MoveArgs) -> Result<Exit> {
         other => other.to_string(),
     };
     let to_format = args.to_format.map(|format| format.to_string());
+    let chain = (args.chain == Chain::Keep).then(|| "keep".to_owned());
     let MoveArgs { delete_source, mirror_only, leave_unmarked, .. } = *args;
     let (kind, to) = ("move".to_owned(), Some(to));
     coalesce::run(
         &args.on,
-        NewJob { kind, to, to_format, delete_source, mirror_only, leave_unmarked, ..NewJob::default() },
+        NewJob { kind, to, to_format, chain, delete_source, mirror_only, leave_unmarked, ..NewJob::default() },
     )
 }
 

@@ -567,9 +567,15 @@ impl Job {
 /// How far the move of a disk is.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Motion {
-    /// `copying`, `catching up` with what guests have written since, `in step` when next to nothing is missing, `failing` while the new place
+    /// `copying parents` of a disk whose chain is kept, `copying`, `catching up` with what guests have written since, `in step` when next to nothing is missing, `failing` while the new place
     /// fails and is tried again, `naming` when the copy is whole and the other host has not said yet that it has its name, or `done`.
     pub phase: String,
+    /// How many of the disk's parents are at the new place. Absent when the chain is not kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parents_done: Option<u64>,
+    /// How many parents are to be there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parents_total: Option<u64>,
     /// Bytes in blocks that the copy lacks, or may lack.
     pub lag_bytes: u64,
     /// All that was written up to so many milliseconds ago is in the copy. Absent until all of the disk was copied once.
@@ -596,6 +602,8 @@ impl From<spile_life::motion::Motion> for Motion {
     fn from(motion: spile_life::motion::Motion) -> Self {
         Self {
             phase: motion.phase.name().to_owned(),
+            parents_done: motion.parents.map(|(done, _)| done as u64),
+            parents_total: motion.parents.map(|(_, total)| total as u64),
             lag_bytes: motion.lag_bytes,
             lag_ms: motion.lag_ms,
             held_back: motion.is_holding,
@@ -631,6 +639,9 @@ pub struct NewJob {
     /// The format of a moved disk. Left out: what the extension says.
     #[serde(default)]
     pub to_format: Option<String>,
+    /// `flatten`: the new image of a moved disk holds all that its parents show. `keep`: the parents are copied as files of their own. Left out: `flatten`.
+    #[serde(default)]
+    pub chain: Option<String>,
     /// The old image of a moved disk is removed.
     #[serde(default)]
     pub delete_source: bool,
