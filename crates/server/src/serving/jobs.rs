@@ -512,6 +512,11 @@ pub(super) fn is_over(id: &str, state: &str) -> Error {
     Error::new(ErrorKind::InvalidInput, what).hint("nothing has changed by this")
 }
 
+/// There is no job of this name here.
+pub(super) fn no_such_job(id: &str) -> Error {
+    Error::new(ErrorKind::NotFound, format!("there is no job {id:?} here")).hint("`spile jobs` lists them")
+}
+
 /// Ends the jobs of all `disks` at their next pieces, and waits for that, for at most `bound`.
 ///
 /// # Errors

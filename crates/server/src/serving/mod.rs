@@ -5,6 +5,7 @@
 //! - [`failed_syncs`]: failed syncs, remembered for the next server. [`trouble`]: what the log and the service manager hear of disks that wait for trouble below to pass.
 //! - `bitmaps.rs`: changed blocks for NBD clients. `life.rs`: snapshots of disks that are served. [`pausing`]: disks whose guests wait. `resizing.rs`: new sizes. [`Claims`](claims::Claims):
 //!   one change of a disk's images at a time.
+//! - [`offline`]: the jobs of commands on disks that no server has, seen and steered as those of a server.
 //! - [`metrics`]: what was counted, for Prometheus.
 //! - [`control`]: lines on the control socket. [`api`]: HTTP on the same socket. [`takeover`]: a server that gives all it has to
 //!   its successor, and the messages for that.
@@ -25,6 +26,7 @@ pub mod jobs;
 mod life;
 pub mod limits;
 pub mod metrics;
+pub mod offline;
 pub mod pausing;
 mod resizing;
 pub mod serve;

@@ -18,10 +18,10 @@ use spile_front::Connections;
 use spile_front_blkif::device::End as XenEnd;
 use spile_front_vhost::Handover;
 
-use super::api::http;
+use super::api::http::{self, Answering};
 use super::api::text;
 use super::api::view::{DiskView, View, no_disk};
-use super::api::{Call, Context, Order};
+use super::api::{Call, Context, Order, router};
 use super::claims::Claims;
 use super::control::{Event, LineRequest, Request};
 use super::disks::{self, Open, Opening, find};
@@ -287,14 +287,9 @@ impl Server {
             Some(Address::Unix(path)) => path.display().to_string(),
             _ => String::new(),
         };
-        let context = Context {
-            view: self.view.clone(),
-            exporter,
-            events: self.sender.clone(),
-            calls: self.calls.clone(),
-            server: server.into(),
-        };
-        http::listen(control.share()?, context)
+        let context = Context { view: self.view.clone(), exporter, events: self.sender.clone(), server: server.into() };
+        let (calls, events) = (self.calls.clone(), Some(self.sender.clone()));
+        http::listen(control.share()?, Answering { router: router(context), calls, events })
     }
 
     /// Makes a socket appear under its name. A control socket that nobody asked for may lose its name to a server that

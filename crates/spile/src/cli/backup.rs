@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use clap::Args;
-use nix::sys::signal::Signal;
 use serde::Serialize;
 use serde_json::json;
 use spile_core::{Disk as _, Error, ErrorKind, Locator, Result};
@@ -17,6 +16,7 @@ use spile_server::jobs::Access;
 use spile_server::serving::api::client::{CHANGE_PATIENCE, call, typed};
 use spile_server::serving::api::types::{DiskBackup, Job, JobList, NewBackup};
 use spile_server::serving::jobs::{DiskJob, What};
+use spile_server::serving::offline::OwnJobs;
 use spile_store::CacheMode;
 use utoipa::ToSchema;
 
@@ -37,7 +37,7 @@ use crate::units::parse_size;
 /// meanwhile is kept in the fleece, a file without a name beside the disk: a target that is slow, or hangs, costs guests nothing else, and when
 /// the fleece is full, the backup fails, alone.
 ///
-/// Of a disk that a server has, the backup is a job: `spile jobs` shows how far it is. A disk that no server has is read by this command. A
+/// The backup is a job: `spile jobs` shows how far it is. A disk that no server has is read by this command, which waits for the end. A
 /// file beside the backup, TARGET.spile-backup, says what it is of, and has the digests that `spile verify` and `spile restore` compare.
 #[derive(Debug, Args)]
 pub struct BackupArgs {
@@ -309,6 +309,10 @@ fn by_itself(args: &BackupArgs, pairs: Vec<Pair>) -> Result<Exit> {
     let wishes = Wishes { limit_bytes_per_s: args.rate, ..Wishes::default() };
     let job = |at: &Locator| DiskJob::new(What::Backup(disks::label(at)), wishes);
     let jobs: Vec<_> = found.iter().map(|(_, target)| job(&target.at)).collect();
+    let own = OwnJobs::open("backup");
+    for (job, (disk, _)) in jobs.iter().zip(&found) {
+        own.add(job, &disks::stem(disk), &disks::label(disk));
+    }
     let (watched, stopped) = (jobs.clone(), jobs.clone());
     let told = Arc::new(OnceLock::new());
     let tell = told.clone();
@@ -340,23 +344,33 @@ fn by_itself(args: &BackupArgs, pairs: Vec<Pair>) -> Result<Exit> {
         close_all(opened).await
     });
     let _ = watch.join();
+    labels.iter().for_each(|disk| own.leave(&disks::label(disk)));
     done?;
     for job in &jobs {
         let report = job.job().report();
-        match (report.state, report.error) {
-            (State::Done, _) => {}
-            (_, Some(error)) => return Err(error),
-            _ => {
-                complain(match is_new {
-                    true => "the backup was stopped; nothing of it is left",
-                    false => "the backup was stopped; what it overwrites is of no use until the next full one is whole",
-                });
-                return Ok(Exit::Ended(told.get().copied().unwrap_or(Signal::SIGINT)));
+        match (report.state, report.error, told.get()) {
+            (State::Done, ..) => {}
+            (_, Some(error), _) => return Err(error),
+            (.., Some(signal)) => {
+                complain(format_args!("the backup was stopped; {}", what_is_left(is_new)));
+                return Ok(Exit::Ended(*signal));
+            }
+            (.., None) => {
+                let what = format!("the backup was cancelled; {}", what_is_left(is_new));
+                return Err(Error::new(ErrorKind::Shutdown, what));
             }
         }
     }
     let shown = jobs.iter().zip(&labels).map(|(job, at)| job.show(&disks::stem(at), &disks::label(at), ""));
     show(args, JobList { jobs: shown.collect() })
+}
+
+/// What is left of a backup that did not come to its end.
+fn what_is_left(is_new: bool) -> &'static str {
+    match is_new {
+        true => "nothing of it is left",
+        false => "what it overwrites is of no use until the next full one is whole",
+    }
 }
 
 /// A disk that no server has, while it is backed up.

@@ -20,6 +20,7 @@ use spile_server::serving::api::checkpoints::CheckpointList;
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call};
 use spile_server::serving::api::types::{Failure, Job, NewJob};
 use spile_server::serving::jobs::{DiskJob, What, plan};
+use spile_server::serving::offline::OwnJobs;
 use spile_store::CacheMode;
 
 use super::control::{Which, path_of};
@@ -32,8 +33,8 @@ use crate::units::{format_size, parse_size};
 /// Merge a layer of a disk into its parent, and remove it
 ///
 /// Guests go on meanwhile, and the work always comes to its end. Without --layer the disk's own image is merged: its parent takes its place and its
-/// name, and the snapshot that the parent was is gone. The work is a job: `spile jobs` shows how far it is. A disk that no server has is
-/// worked on by this command; Ctrl-C leaves a valid chain, and the same command goes on.
+/// name, and the snapshot that the parent was is gone. The work is a job: `spile jobs` shows how far it is, `spile job` pauses, slows and cancels
+/// it. A disk that no server has is worked on by this command, which waits for the end; Ctrl-C leaves a valid chain, and the same command goes on.
 #[derive(Debug, Args)]
 pub struct CoalesceArgs {
     #[command(flatten)]
@@ -60,7 +61,7 @@ pub(super) struct JobArgs {
     /// Move no more than this in a second [default: as fast as guests leave room for]
     #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
     rate: Option<u64>,
-    /// Wait until the job of a server is done, and show how far it is
+    /// Wait until the job of a server is done, and show how far it is. A disk that no server has is always waited for
     #[arg(long)]
     wait: bool,
     /// The format of a disk that no server has, instead of what the extension says
@@ -192,9 +193,7 @@ pub(super) fn wait_for(socket: &Path, mut job: Job, doing: &'static str, again: 
             };
             Err(Error::new(ErrorKind::Shutdown, what).hint(hint))
         }
-        (None, state) => {
-            Err(Error::new(ErrorKind::Shutdown, format!("the job was {state}; what it has done stays done")))
-        }
+        (None, state) => Err(was_cancelled(state)),
     }
 }
 
@@ -225,12 +224,14 @@ fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
     let options =
         OpenOptions { format: args.format, allow_parents: args.allow_parents.clone(), ..OpenOptions::default() };
     let (kind, rate) = (new.kind.clone(), args.rate);
+    let (own, (disk, path)) = (Arc::new(OwnJobs::open(&kind)), (disks::stem(&at), whole_label(&at)?));
     let (sender, begun) = std::sync::mpsc::channel::<Arc<DiskJob>>();
     let watch = std::thread::spawn(move || {
         if let Ok(job) = begun.recv() {
             watch(&job, signals, &begun);
         }
     });
+    let (shown, name) = (own.clone(), (disk.clone(), path.clone()));
     let done = on_engine(move || async move {
         let graph = disks::open_keeping(CacheMode::Direct, &at, &options).await?;
         let checkpoints = Checkpoints::none(Access::default());
@@ -245,6 +246,7 @@ fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
         };
         let wishes = Wishes { limit_bytes_per_s: rate, ..Wishes::default() };
         let (job, node) = (DiskJob::new(What::Images(plan.clone()), wishes), Node::new(graph));
+        shown.add(&job, &name.0, &name.1);
         // Only the thread that shows how far the job is could be gone.
         let _ = sender.send(job.clone());
         let done = Box::pin(jobs::run(&node, &checkpoints, Access::default(), job.job(), &plan)).await;
@@ -254,24 +256,44 @@ fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
         if closed.is_ok() {
             Box::pin(checkpoints.close(&graph)).await;
         }
-        let was_stopped = job.job().state() == State::Stopped;
-        let shown = job.show(&disks::stem(&at), &label(&at), "");
+        let was_told = matches!(job.job().state(), State::Stopped | State::Cancelled);
+        let shown = job.show(&name.0, &label(&at), "");
         match done {
-            Err(_) if was_stopped => closed.map(|()| shown),
+            Err(_) if was_told => closed.map(|()| shown),
             done => done.and(closed).map(|()| shown),
         }
     });
     let _ = watch.join();
+    own.leave(&path);
     let job = done?;
     if job.state == State::Stopped.name() {
         complain(format_args!("{}: the {kind} was stopped; the same command goes on with it", job.path));
         return Ok(Exit::Ended(Signal::SIGINT));
     }
+    if job.state == State::Cancelled.name() {
+        return Err(was_cancelled(&job.state).at_path(Path::new(&job.path)));
+    }
     show(args, &job)
+}
+
+/// The error that a job did not come to its end, because its users did not want it.
+fn was_cancelled(state: &str) -> Error {
+    Error::new(ErrorKind::Shutdown, format!("the job was {state}; what it has done stays done"))
 }
 
 fn label(at: &Locator) -> String {
     disks::label(at)
+}
+
+/// As [`label`], with a whole path: what is told of it is of use in every folder.
+pub(super) fn whole_label(at: &Locator) -> Result<String> {
+    match at {
+        Locator::Path(path) => {
+            let whole = std::path::absolute(path).map_err(|e| Error::io("cannot be found", e).at_path(path))?;
+            Ok(whole.display().to_string())
+        }
+        other => Ok(label(other)),
+    }
 }
 
 /// The job `left` when it is the move that is `asked` for now: it goes on with what it has copied.

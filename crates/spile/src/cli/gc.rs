@@ -18,7 +18,7 @@ use spile_core::{Disk as _, Env, Error, ErrorKind, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
 use spile_image::{Graph, OpenOptions};
 use spile_life::gc::{self, Kind, Tools, deleted_parent, tidy};
-use spile_life::jobs::{Plan, Wishes};
+use spile_life::jobs::{Plan, State, Wishes};
 use spile_node::Node;
 use spile_server::checkpoints::Checkpoints;
 use spile_server::family;
@@ -26,6 +26,7 @@ use spile_server::jobs::{self, Access};
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, typed};
 use spile_server::serving::api::types::{Failure, Job, JobList};
 use spile_server::serving::jobs::{DiskJob, What};
+use spile_server::serving::offline::OwnJobs;
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
@@ -95,7 +96,8 @@ pub fn run(args: &GcArgs) -> Result<Exit> {
     let signals = EndSignals::block()?;
     let folder = args.dir.canonicalize().map_err(|e| Error::io("cannot be found", e)).at_path(&args.dir)?;
     let mut found = look(&folder)?;
-    let ending = Ending::default();
+    let own = if args.dry_run { OwnJobs::unseen() } else { OwnJobs::open("gc") };
+    let ending = Ending::new(own);
     if args.dry_run {
         found.iter_mut().for_each(Found::note_server);
     } else {
@@ -141,14 +143,19 @@ fn show(folder: &Path, collected: &Collected) {
     }
 }
 
-/// Whether the command was told to end, and the jobs that are to hear of it.
-#[derive(Clone, Default)]
+/// Whether the command was told to end, and the jobs that are to hear of it. Callers see and steer those, too.
+#[derive(Clone)]
 struct Ending {
     is_told: Arc<AtomicBool>,
     jobs: Arc<Mutex<Vec<Arc<DiskJob>>>>,
+    own: Arc<OwnJobs>,
 }
 
 impl Ending {
+    fn new(own: OwnJobs) -> Self {
+        Self { is_told: Arc::default(), jobs: Arc::default(), own: Arc::new(own) }
+    }
+
     fn end(&self) {
         self.is_told.store(true, Ordering::SeqCst);
         let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
@@ -160,7 +167,8 @@ impl Ending {
     }
 
     /// The job ends when the command is told to. One that begins after that ends at once.
-    fn add(&self, job: &Arc<DiskJob>) {
+    fn add(&self, job: &Arc<DiskJob>, disk: &Path) {
+        self.own.add(job, &disks::stem(&disk.into()), &disk.display().to_string());
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner).push(job.clone());
         if self.is_told() {
             job.job().stop();
@@ -295,8 +303,10 @@ fn work_on(disk: &Path, rate: Option<u64>, ending: &Ending) -> Option<Trouble> {
     let (done, of_server) = match find(disk) {
         Ok(Some((server, name))) => (by_server(disk, &server, &name, rate, ending), true),
         Ok(None) => {
-            let (at, ending) = (disk.to_owned(), ending.clone());
-            (on_engine(move || async move { by_itself(&at, rate, &ending).await }), false)
+            let (at, told) = (disk.to_owned(), ending.clone());
+            let done = on_engine(move || async move { by_itself(&at, rate, &told).await });
+            ending.own.leave(&disk.display().to_string());
+            (done, false)
         }
         Err(error) => (Err(error), false),
     };
@@ -377,7 +387,7 @@ async fn by_itself(disk: &Path, rate: Option<u64>, ending: &Ending) -> Result<()
     let node = Node::new(graph);
     let host = Host::new();
     let run = async |plan, wishes: Wishes| {
-        run_job(&node, &checkpoints, plan, rate.or(wishes.limit_bytes_per_s), ending).await
+        run_job((&node, disk), &checkpoints, plan, rate.or(wishes.limit_bytes_per_s), ending).await
     };
     let done = gc::collect(&host.tools(), &node, async || host.beside(disk).await, run).await;
     let graph = node.graph().await;
@@ -389,7 +399,7 @@ async fn by_itself(disk: &Path, rate: Option<u64>, ending: &Ending) -> Result<()
 }
 
 async fn run_job(
-    node: &Node<Graph<HostStore>>,
+    (node, disk): (&Node<Graph<HostStore>>, &Path),
     checkpoints: &Checkpoints,
     plan: Plan,
     limit_bytes_per_s: Option<u64>,
@@ -397,6 +407,13 @@ async fn run_job(
 ) -> Result<()> {
     let wishes = Wishes { limit_bytes_per_s, ..Wishes::default() };
     let job = DiskJob::new(What::Images(plan.clone()), wishes);
-    ending.add(&job);
-    jobs::run(node, checkpoints, Access::default(), job.job(), &plan).await
+    ending.add(&job, disk);
+    let done = jobs::run(node, checkpoints, Access::default(), job.job(), &plan).await;
+    match job.job().state() {
+        State::Cancelled => {
+            let error = Error::new(ErrorKind::Busy, format!("its job {} was cancelled", job.id())).at_path(disk);
+            Err(error.hint("what it has done stays done"))
+        }
+        _ => done,
+    }
 }

@@ -1,4 +1,4 @@
-//! `spile jobs`, `spile job`: the jobs of all servers of this host.
+//! `spile jobs`, `spile job`: the jobs of all servers of this host, and of commands that work on disks that no server has.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -19,12 +19,15 @@ use spile_store::CacheMode;
 
 use super::coalesce::parse_rate;
 use super::control::fitting_table;
+use super::revert::is_same_file;
 use super::{Exit, existing, on_engine, parse_format, print_json, say};
 use crate::disks;
 use crate::log::{self, complain, printable};
 use crate::units::format_size;
 
-/// List the jobs of all servers of this host: merges, flattens and moves, how far they are, and those that have ended
+/// List the jobs of this host: merges, flattens, moves and backups, how far they are, and those of servers that have ended
+///
+/// A command that works on a disk that no server has is listed while it is at work.
 #[derive(Debug, Args)]
 pub struct JobsArgs {
     /// Print JSON
@@ -89,7 +92,7 @@ fn parse_limit(text: &str) -> Result<u64, String> {
 /// When the folder of control sockets cannot be read.
 pub fn jobs(args: &JobsArgs) -> Result<Exit> {
     log::to_stderr();
-    let jobs: Vec<Job> = all()?.into_iter().flat_map(|(_, jobs)| jobs).collect();
+    let jobs: Vec<Job> = discovery::jobs()?.into_iter().flat_map(|(_, jobs)| jobs).collect();
     if args.json {
         return print_json(&JobList { jobs }).map(|()| Exit::Ok);
     }
@@ -129,16 +132,6 @@ fn lag(job: &Job) -> Option<String> {
     Some(format!("{}: to {to}: {phase}{lag}{held}{failing}{trouble}", job.id))
 }
 
-/// Each server with its jobs. A server that is too old to have jobs has none.
-fn all() -> Result<Vec<(PathBuf, Vec<Job>)>> {
-    let servers = discovery::servers()?.into_iter();
-    let jobs = servers.filter_map(|(socket, _)| {
-        let list: JobList = ask(&socket, "GET", "/v1/jobs", LOOK_PATIENCE).ok()?;
-        Some((socket, list.jobs))
-    });
-    Ok(jobs.collect())
-}
-
 /// Runs `spile job`.
 ///
 /// # Errors
@@ -155,13 +148,18 @@ pub fn job(args: &JobArgs) -> Result<Exit> {
             };
             return give_up(path, options, args.json);
         }
-        let error = Error::new(ErrorKind::NotFound, format!("no server of this host has a job {:?}", args.id));
+        let what = format!("neither a server nor a command of this host has a job {:?}", args.id);
+        let error = Error::new(ErrorKind::NotFound, what);
         return Err(
             error.hint("`spile jobs` lists them; of a disk that nobody serves, `spile job DISK cancel` gives one up")
         );
     };
     let patience = if args.order == JobOrder::HandOver { CHANGE_PATIENCE } else { LOOK_PATIENCE };
-    let mut job: Job = typed(call(&socket, "PATCH", &format!("/v1/jobs/{id}"), Some(&body), patience)?)?;
+    let told = call(&socket, "PATCH", &format!("/v1/jobs/{id}"), Some(&body), patience).and_then(typed);
+    let mut job: Job = told.map_err(|error| match discovery::is_of_command(&socket) && is_gone(&error) {
+        true => Error::new(ErrorKind::NotFound, format!("the job {id} has ended just now, with its command")),
+        false => error,
+    })?;
     if args.order == JobOrder::Cancel {
         job = cancelled(&socket, job)?;
     }
@@ -171,48 +169,65 @@ pub fn job(args: &JobArgs) -> Result<Exit> {
     Ok(Exit::Ok)
 }
 
-/// The server and the name of the job that is meant by `id`: its name, or its disk. `None` when no server has it.
+/// The socket and the name of the job that is meant by `id`: its name, or its disk. `None` when neither a server nor a command has it.
 fn find(id: &str) -> Result<Option<(PathBuf, String)>> {
-    let servers = all()?;
+    let all = discovery::jobs()?;
     let has_it = |(_, jobs): &&(PathBuf, Vec<Job>)| jobs.iter().any(|job| job.id == id);
-    if let Some((socket, _)) = servers.iter().find(has_it) {
+    if let Some((socket, _)) = all.iter().find(has_it) {
         return Ok(Some((socket.clone(), id.to_owned())));
     }
-    let (socket, disk) = match discovery::find_disk(id) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        found => found?,
+    let served = match discovery::find_disk(id) {
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
+        found => Some(found?),
     };
-    let jobs = servers.into_iter().filter(|(other, _)| *other == socket).flat_map(|(_, jobs)| jobs);
-    let of_disk: Vec<_> = jobs.filter(|job| job.disk == disk && job.is_under_way()).collect();
-    match &of_disk[..] {
-        [job] => Ok(Some((socket, job.id.clone()))),
-        [one, other, ..] => {
-            let what = format!(
-                "the disk {disk:?} has two jobs: {}, a {}, and {}, a {}",
-                one.id, one.kind, other.id, other.kind
-            );
+    let is_of_served =
+        |socket: &Path, job: &Job| served.as_ref().is_some_and(|(server, disk)| server == socket && *disk == job.disk);
+    let is_meant = |socket: &Path, job: &Job| match discovery::is_of_command(socket) {
+        true => job.disk == id || is_same_file(Path::new(&job.path), Path::new(id)),
+        false => is_of_served(socket, job),
+    };
+    let each = all.iter().flat_map(|(socket, jobs)| jobs.iter().map(move |job| (socket, job)));
+    let meant: Vec<_> = each.filter(|(socket, job)| job.is_under_way() && is_meant(socket, job)).collect();
+    match (&meant[..], served) {
+        ([(socket, job)], _) => Ok(Some(((*socket).clone(), job.id.clone()))),
+        ([(_, one), (_, other), ..], _) => {
+            let what = format!("{id:?} has two jobs: {}, a {}, and {}, a {}", one.id, one.kind, other.id, other.kind);
             Err(Error::new(ErrorKind::InvalidInput, what).hint("say which"))
         }
-        [] => {
+        ([], Some((_, disk))) => {
             let error = Error::new(ErrorKind::NotFound, format!("the disk {disk:?} has no job that is under way"));
             Err(error.hint("`spile jobs` lists those that have ended, too"))
         }
+        ([], None) => Ok(None),
     }
 }
 
 /// Waits until `job`, which was cancelled, has ended: then the disk may have another one. One whose storage does not answer is said to be at it
-/// still.
+/// still. A command forgets its job when it has closed the disk.
 fn cancelled(socket: &Path, mut job: Job) -> Result<Job> {
     let end = Instant::now() + CANCEL_PATIENCE;
-    while job.is_under_way() && Instant::now() < end {
+    let is_of_command = discovery::is_of_command(socket);
+    while (job.is_under_way() || is_of_command) && Instant::now() < end {
         std::thread::sleep(CANCEL_LOOK_EVERY);
-        job = ask(socket, "GET", &format!("/v1/jobs/{}", job.id), LOOK_PATIENCE)?;
+        job = match ask(socket, "GET", &format!("/v1/jobs/{}", job.id), LOOK_PATIENCE) {
+            Err(error) if is_of_command && is_gone(&error) && !job.is_under_way() => break,
+            Err(error) if is_of_command && is_gone(&error) => {
+                let what = format!("the command with process {} has ended before it said how its job did", job.pid);
+                return Err(Error::new(ErrorKind::Shutdown, what).at_path(Path::new(&job.path)).caused_by(error));
+            }
+            answer => answer?,
+        };
     }
     if job.is_under_way() {
         complain(format_args!("the job {} is told to end, and ends when its storage answers", job.id));
         "cancelling".clone_into(&mut job.state);
     }
     Ok(job)
+}
+
+/// Nobody has the job any more, or whoever has it ends now.
+fn is_gone(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Protocol)
 }
 
 /// Gives up the job that was left of the disk at `path`, which nobody serves: what its server does when a job is cancelled.

@@ -11,13 +11,14 @@ use spile_image::{Format, Graph, OpenOptions};
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask};
 use spile_server::serving::api::discovery;
 use spile_server::serving::api::images::{Info, MapPart, ServedBy};
-use spile_server::serving::api::types::Disk;
+use spile_server::serving::api::types::{Disk, Job};
 use spile_store::{CacheMode, HostStore};
 
 use super::control::path_of;
 use super::tree::openers_of;
 use crate::disks;
 use crate::log::{complain, printable};
+use crate::units::format_size;
 use crate::uri::{Address, NbdUri, TlsQuery};
 
 /// A disk of a running server.
@@ -96,7 +97,7 @@ pub fn explained(error: Error) -> Error {
         (ErrorKind::Busy, Some(path)) => find(path),
         _ => None,
     };
-    let Some(disk) = served else { return with_users(error) };
+    let Some(disk) = served else { return with_users(with_work(error)) };
     let way = match nbd_uri(&disk) {
         Some(uri) if uri.tls.is_some() => {
             format!(
@@ -112,6 +113,37 @@ pub fn explained(error: Error) -> Error {
         ),
     };
     error.hint(format!("it is served as {:?} by {} (process {}); {way}", disk.name, disk.server, disk.pid))
+}
+
+/// The error that a file is in use, with what a command does with it.
+fn with_work(error: Error) -> Error {
+    let job = error.path().filter(|_| error.kind() == ErrorKind::Busy).and_then(job_on);
+    let Some(Job { id, kind, path, layer_path, to, state, done_bytes, total_bytes, pid, .. }) = job else {
+        return error;
+    };
+    let to = to.as_deref().map(printable).unwrap_or_default();
+    let doing = match (kind.as_str(), layer_path) {
+        ("coalesce", Some(layer)) => format!("merges {} into its parent", printable(&layer)),
+        ("move", _) => format!("moves {} to {to}", printable(&path)),
+        ("backup", _) => format!("copies {} to {to}", printable(&path)),
+        (kind, _) => format!("does a {kind} of {}", printable(&path)),
+    };
+    let (done, total) = (format_size(done_bytes), format_size(total_bytes));
+    error.hint(format!(
+        "the command with process {pid} {doing}, as job {id}, which is {state} with {done} of {total} done: \
+         wait for it, or `spile job {id} cancel`"
+    ))
+}
+
+/// The job of a command that has the file at `path` in hand: that of its disk, or else one of a process that has the file open.
+fn job_on(path: &Path) -> Option<Job> {
+    let whole = path.canonicalize().ok()?;
+    let mut jobs = discovery::jobs_of_commands().ok()?.into_iter().map(|(_, job)| job).collect::<Vec<_>>();
+    let is_at = |at: &str| Path::new(at).canonicalize().is_ok_and(|at| at == whole);
+    let users: Vec<_> = openers_of(path).into_iter().map(|user| user.pid).collect();
+    let found = jobs.iter().position(|job| is_at(&job.path) || job.layer_path.as_deref().is_some_and(is_at));
+    let found = found.or_else(|| jobs.iter().position(|job| users.contains(&job.pid)));
+    found.map(|number| jobs.swap_remove(number))
 }
 
 /// The error that a file is in use, with the processes that have it open, as far as this user may see them.

@@ -1,17 +1,27 @@
 //! Control sockets by name: a folder has one for each server, so that nobody types paths.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+use futures_util::stream::{StreamExt as _, iter};
 use rustix::process::geteuid;
+use serde::de::DeserializeOwned;
 use spile_core::{Error, ErrorKind, Result};
 use spile_image::Format;
 use spile_nbd_wire::uri::{Address, NbdUri};
 
-use super::client::{LOOK_PATIENCE, ask};
-use super::types::{Disk, DiskList};
+use super::client::{LOOK_PATIENCE, ask, runtime, typed, within};
+use super::types::{Disk, DiskList, Job, JobList};
 
 /// The extension of a control socket's file name.
 pub const EXTENSION: &str = "control";
+/// That of the socket of a command that works on a disk which no server has: it has jobs, and no disks.
+pub const JOBS_EXTENSION: &str = "jobs";
+
+/// How long a server may take to answer one who looks for a disk or a job. All are asked at once, so one that hangs costs this once.
+const FIND_PATIENCE: Duration = Duration::from_secs(2);
+/// So many are asked at a time: each takes a descriptor.
+const AT_ONCE: usize = 256;
 
 /// The folder of control sockets: `$SPILE_RUN_DIR`, else `/run/spile` for root, else `$XDG_RUNTIME_DIR/spile`.
 ///
@@ -37,14 +47,46 @@ pub fn folder() -> Result<PathBuf> {
 /// # Errors
 /// When the folder cannot be read.
 pub fn servers() -> Result<Vec<(PathBuf, Vec<Disk>)>> {
-    let answered = |(socket, disks): (PathBuf, Result<Vec<Disk>>)| match disks {
-        Ok(disks) => Some((socket, disks)),
+    Ok(told(asked()?))
+}
+
+/// All who have jobs, with their jobs: servers, then commands that work on disks that no server has. As [`servers`] otherwise; a server that is too old to
+/// have jobs has none.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn jobs() -> Result<Vec<(PathBuf, Vec<Job>)>> {
+    let folder = folder()?;
+    let sockets = sockets(&folder)?.into_iter().chain(sockets_of_commands(&folder)?).collect();
+    let lists = told(ask_all::<JobList>(sockets, "/v1/jobs")?);
+    Ok(lists.into_iter().map(|(socket, list)| (socket, list.jobs)).collect())
+}
+
+/// The jobs of commands that work on disks that no server has, with the sockets of the commands. As [`servers`] otherwise.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn jobs_of_commands() -> Result<Vec<(PathBuf, Job)>> {
+    let lists = told(ask_all::<JobList>(sockets_of_commands(&folder()?)?, "/v1/jobs")?);
+    let each = |(socket, list): (PathBuf, JobList)| list.jobs.into_iter().map(move |job| (socket.clone(), job));
+    Ok(lists.into_iter().flat_map(each).collect())
+}
+
+/// True for the socket of a command, which has jobs and no disks.
+pub fn is_of_command(socket: &Path) -> bool {
+    socket.extension().is_some_and(|extension| extension == JOBS_EXTENSION)
+}
+
+/// Those that have answered. One that has not is a line in the log.
+fn told<T>(answers: Vec<(PathBuf, Result<T>)>) -> Vec<(PathBuf, T)> {
+    let answered = |(socket, answer): (PathBuf, Result<T>)| match answer {
+        Ok(answer) => Some((socket, answer)),
         Err(error) => {
             tracing::warn!("{error}");
             None
         }
     };
-    Ok(asked()?.into_iter().filter_map(answered).collect())
+    answers.into_iter().filter_map(answered).collect()
 }
 
 /// The disks of all servers. Sockets of dead servers are passed over.
@@ -58,12 +100,23 @@ pub fn all_disks() -> Result<Vec<Disk>> {
 
 /// What each server that lives answers, in the order of the sockets' names.
 fn asked() -> Result<Vec<(PathBuf, Result<Vec<Disk>>)>> {
-    let answers = sockets(&folder()?)?.into_iter().map(|socket| {
-        let disks = disks_of(&socket);
-        (socket, disks)
-    });
-    let is_dead = |disks: &Result<Vec<Disk>>| disks.as_ref().is_err_and(|e| e.kind() == ErrorKind::NotFound);
-    Ok(answers.filter(|(_, disks)| !is_dead(disks)).collect())
+    let lists = ask_all::<DiskList>(sockets(&folder()?)?, "/v1/disks")?;
+    Ok(lists.into_iter().map(|(socket, list)| (socket, list.map(|list| list.disks))).collect())
+}
+
+/// Asks at all these sockets side by side, and returns the answers in their order. Where nobody listens, there is none.
+///
+/// # Errors
+/// The system's, when nothing can be asked at all.
+fn ask_all<T: DeserializeOwned>(sockets: Vec<PathBuf>, path: &'static str) -> Result<Vec<(PathBuf, Result<T>)>> {
+    let ask = async |socket: PathBuf| {
+        let answer = within(&socket, "GET", path, None, FIND_PATIENCE).await.and_then(typed);
+        (socket, answer)
+    };
+    let asked = iter(sockets).map(ask).buffered(AT_ONCE);
+    let answers: Vec<(PathBuf, Result<T>)> = runtime()?.block_on(asked.collect());
+    let is_dead = |answer: &Result<T>| answer.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotFound);
+    Ok(answers.into_iter().filter(|(_, answer)| !is_dead(answer)).collect())
 }
 
 /// The control sockets in a folder, in the order of their names; none when there is no such folder.
@@ -71,13 +124,25 @@ fn asked() -> Result<Vec<(PathBuf, Result<Vec<Disk>>)>> {
 /// # Errors
 /// When the folder cannot be read.
 pub fn sockets(folder: &Path) -> Result<Vec<PathBuf>> {
+    with_extension(folder, EXTENSION)
+}
+
+/// The sockets of commands in a folder, as [`sockets`] has those of servers.
+///
+/// # Errors
+/// As there.
+pub fn sockets_of_commands(folder: &Path) -> Result<Vec<PathBuf>> {
+    with_extension(folder, JOBS_EXTENSION)
+}
+
+fn with_extension(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
     let entries = match std::fs::read_dir(folder) {
         Ok(entries) => entries,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(Error::io("list control sockets", error).at_path(folder)),
     };
     let paths = entries.flatten().map(|entry| entry.path());
-    let mut sockets: Vec<_> = paths.filter(|path| path.extension().is_some_and(|e| e == EXTENSION)).collect();
+    let mut sockets: Vec<_> = paths.filter(|path| path.extension().is_some_and(|e| e == extension)).collect();
     sockets.sort();
     Ok(sockets)
 }

@@ -28,7 +28,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{mpsc as async_mpsc, oneshot};
 use tokio::time::{sleep, timeout};
 
-use super::routes::{Context, refusal, router};
+use super::routes::refusal;
 use crate::serving::control::{Event, answer_line, refuse_line};
 
 /// The most connections at a time. A further caller gets an error and is hung up on.
@@ -100,11 +100,22 @@ impl Drop for Counted {
     }
 }
 
+/// Who answers on a control socket.
+#[derive(Clone)]
+pub struct Answering {
+    /// What is answered to HTTP.
+    pub router: Router,
+    /// Counts the calls that are being answered.
+    pub calls: Arc<Connections>,
+    /// Who takes lines of JSON. Whoever takes none refuses them.
+    pub events: Option<mpsc::Sender<Event>>,
+}
+
 /// Hears the control socket on a thread of its own.
 ///
 /// # Errors
 /// When the thread or its runtime cannot be started.
-pub fn listen(fd: OwnedFd, context: Context) -> Result<()> {
+pub fn listen(fd: OwnedFd, answering: Answering) -> Result<()> {
     let failed = |source| Error::io("start the control socket's thread", source);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
     let listener = StdListener::from(fd);
@@ -114,7 +125,7 @@ pub fn listen(fd: OwnedFd, context: Context) -> Result<()> {
         // It ends with the process.
         runtime.block_on(async {
             match UnixListener::from_std(listener) {
-                Ok(listener) => accept(listener, context).await,
+                Ok(listener) => accept(listener, answering).await,
                 Err(error) => tracing::error!(%error, "the control socket cannot be heard"),
             }
         });
@@ -122,10 +133,10 @@ pub fn listen(fd: OwnedFd, context: Context) -> Result<()> {
     thread.spawn(body).map(drop).map_err(failed)
 }
 
-async fn accept(listener: UnixListener, context: Context) {
+async fn accept(listener: UnixListener, answering: Answering) {
     let (pauses, mut paused) = async_mpsc::channel::<Pause>(MAX_CONNECTIONS);
     let open = OpenConnections::default();
-    let door = Door { router: router(context.clone()), events: context.events, calls: context.calls, pauses };
+    let door = Door { answering, pauses };
     loop {
         tokio::select! {
             biased;
@@ -152,9 +163,7 @@ async fn keep_closed(listener: &UnixListener, pause: Pause) {
 
 #[derive(Clone)]
 struct Door {
-    router: Router,
-    events: mpsc::Sender<Event>,
-    calls: Arc<Connections>,
+    answering: Answering,
     pauses: async_mpsc::Sender<Pause>,
 }
 
@@ -186,13 +195,13 @@ impl Door {
 
     /// One call by HTTP.
     async fn serve(&self, stream: UnixStream, refused: Option<Error>) {
-        let _counted = self.calls.enter_anyway();
+        let _counted = self.answering.calls.enter_anyway();
         let router = match refused {
             Some(error) => {
                 let error = Arc::new(error);
                 Router::new().fallback(move || std::future::ready(refusal(error.duplicate())))
             }
-            None => self.router.clone(),
+            None => self.answering.router.clone(),
         };
         let mut server = hyper::server::conn::http1::Builder::new();
         server.timer(TokioTimer::new()).header_read_timeout(PATIENCE).keep_alive(false).max_buf_size(16 << 10);
@@ -207,10 +216,13 @@ impl Door {
         if stream.set_nonblocking(false).is_err() {
             return;
         }
-        if let Some(error) = refused {
-            return refuse_line(stream, &error);
-        }
-        let (events, pauses) = (self.events.clone(), self.pauses.clone());
+        let is_command =
+            || Error::new(ErrorKind::Unsupported, "a command listens here, and no server: it has jobs only");
+        let events = match (refused, self.answering.events.clone()) {
+            (None, Some(events)) => events,
+            (refused, _) => return refuse_line(stream, &refused.unwrap_or_else(is_command)),
+        };
+        let pauses = self.pauses.clone();
         let hear = move || {
             answer_line(stream, &events, |pause| pauses.blocking_send(pause).is_ok());
             drop(counted);

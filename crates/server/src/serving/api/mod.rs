@@ -1,7 +1,8 @@
 //! The control API: HTTP and JSON over the control socket.
 //!
 //! - [`types`], [`images`]: the bodies. [`view`]: what is served now, for callers that only look.
-//! - [`routes`]: the paths, and the OpenAPI document that is made from them. [`http`]: connections and their bounds.
+//! - [`routes`]: the paths, and the OpenAPI document that is made from them; [`jobs`]: those of jobs, which commands answer, too. [`http`]: connections and
+//!   their bounds.
 //! - [`stats`]: what was counted, exactly. [`rates`]: what lies between two answers of it. [`text`]: counts as lines for the log.
 //! - `backups`: begins backups. [`workers`]: what has woken the server's threads up.
 //! - [`client`]: the other side, for commands. [`discovery`]: control sockets in their folder. [`watch`]: all
@@ -15,6 +16,7 @@ pub mod client;
 pub mod discovery;
 pub mod http;
 pub mod images;
+pub mod jobs;
 pub mod limits;
 pub mod rates;
 mod routes;
@@ -32,7 +34,7 @@ use tokio::sync::oneshot;
 
 use types::{Attach, NewExport};
 
-pub use routes::{Context, document, refusal};
+pub use routes::{Context, document, refusal, router};
 
 /// An order for a server's main thread.
 #[derive(Clone, Debug)]

@@ -12,18 +12,18 @@ use axum::routing::{delete, get, patch, post, put};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use spile_core::{Error, ErrorKind, Result};
-use spile_front::Connections;
 use utoipa::OpenApi;
 
 use super::checkpoints::{ChangedBlocks, CheckpointList, NewCheckpoint};
 use super::images::{Info, MapPart};
+use super::jobs;
 use super::limits::{ChangeLimits, GroupList};
 use super::slow::SlowRequests;
 use super::stats::{AllStats, DiskStats};
 use super::trace::{Running, TraceLine};
 use super::types::{
-    Accepted, Attach, Change, Detached, DiskDetail, DiskList, Failure, Job, JobChange, JobList, LogLevel, NewBackup,
-    NewExport, NewJob, NewPause, NewSnapshot, Paused, Resume, Resumed, Snapshot,
+    Accepted, Attach, Change, Detached, DiskDetail, DiskList, Failure, Job, JobList, LogLevel, NewBackup, NewExport,
+    NewJob, NewPause, NewSnapshot, Paused, Resume, Resumed, Snapshot,
 };
 use super::view::View;
 use super::workers::Workers;
@@ -47,8 +47,6 @@ const MAX_RUNS: u64 = 4096;
 /// What the handlers need.
 #[derive(Clone)]
 pub struct Context {
-    /// Counts the calls that are being answered.
-    pub calls: Arc<Connections>,
     /// What is served.
     pub view: Arc<View>,
     /// Answers scrapes.
@@ -77,8 +75,8 @@ pub fn router(context: Context) -> Router {
         .route("/v1/disks/{name}/pause", post(pause))
         .route("/v1/disks/{name}/resume", post(resume))
         .route("/v1/disks/{name}/accept-loss", post(accept_loss))
-        .route("/v1/jobs", get(jobs).post(begin_job))
-        .route("/v1/jobs/{id}", get(job).patch(change_job))
+        .route("/v1/jobs", get(jobs::list).post(begin_job))
+        .route("/v1/jobs/{id}", get(jobs::show).patch(jobs::change))
         .route("/v1/backups", post(begin_backup))
         .route("/v1/workers", get(workers))
         .route("/v1/groups", get(groups))
@@ -121,10 +119,10 @@ pub fn router(context: Context) -> Router {
         groups,
         change_group,
         all_stats,
-        jobs,
+        jobs::list,
         begin_job,
-        job,
-        change_job,
+        jobs::show,
+        jobs::change,
         begin_backup,
         pause,
         resume,
@@ -145,7 +143,7 @@ pub fn document() -> utoipa::openapi::OpenApi {
 }
 
 /// An error as an answer.
-struct Refusal(Error);
+pub(super) struct Refusal(Error);
 
 impl From<Error> for Refusal {
     fn from(error: Error) -> Self {
@@ -165,9 +163,9 @@ pub fn refusal(error: Error) -> Response {
     Refusal(error).into_response()
 }
 
-type Answer = std::result::Result<Response, Refusal>;
+pub(super) type Answer = std::result::Result<Response, Refusal>;
 
-fn json(status: StatusCode, value: &impl Serialize) -> Response {
+pub(super) fn json(status: StatusCode, value: &impl Serialize) -> Response {
     match serde_json::to_vec(value) {
         Ok(text) => (status, [(header::CONTENT_TYPE, "application/json")], text).into_response(),
         Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
@@ -175,7 +173,7 @@ fn json(status: StatusCode, value: &impl Serialize) -> Response {
 }
 
 /// Reads a JSON body within its bounds.
-async fn read<T: DeserializeOwned>(body: Body) -> Result<T> {
+pub(super) async fn read<T: DeserializeOwned>(body: Body) -> Result<T> {
     parse(&bytes_of(body).await?)
 }
 
@@ -289,37 +287,12 @@ async fn stats(State(context): State<Context>, Path(name): Path<String>) -> Answ
     Ok(off_the_thread(move || Ok(json(StatusCode::OK, &context.view.stats(&context.server, &name)?))).await?)
 }
 
-/// The jobs on the disks' images: of each disk the one that is under way, and the last ones that have ended.
-#[utoipa::path(get, path = "/v1/jobs", responses((status = 200, body = JobList), (status = "default", body = Failure)))]
-async fn jobs(State(context): State<Context>) -> Answer {
-    Ok(json(StatusCode::OK, &JobList { jobs: context.view.jobs(&context.server)? }))
-}
-
 /// Begins a job on a disk's images. The answer comes once it is known that nothing refuses it.
 #[utoipa::path(post, path = "/v1/jobs", request_body = NewJob,
     responses((status = 201, body = Job), (status = "default", body = Failure)))]
 async fn begin_job(State(context): State<Context>, body: Body) -> Answer {
     let new: NewJob = read(body).await?;
     Ok(json(StatusCode::CREATED, &context.view.begin_job(&context.server, &new).await?))
-}
-
-/// One job.
-#[utoipa::path(get, path = "/v1/jobs/{id}", params(("id", description = "the job's name")),
-    responses((status = 200, body = Job), (status = "default", body = Failure)))]
-async fn job(State(context): State<Context>, Path(id): Path<String>) -> Answer {
-    Ok(json(StatusCode::OK, &context.view.job(&context.server, &id)?))
-}
-
-/// Pauses a job, has it go on, cancels it, or changes its rate. What it has done stays done. `handed_over` is answered when that is so.
-#[utoipa::path(patch, path = "/v1/jobs/{id}", params(("id", description = "the job's name")), request_body = JobChange,
-    responses((status = 200, body = Job), (status = "default", body = Failure)))]
-async fn change_job(State(context): State<Context>, Path(id): Path<String>, body: Body) -> Answer {
-    let change: JobChange = read(body).await?;
-    match change.state.as_deref() {
-        Some("handed_over") => context.view.hand_over(&id).await?,
-        _ => context.view.change_job(&id, &change)?,
-    }
-    Ok(json(StatusCode::OK, &context.view.job(&context.server, &id)?))
 }
 
 /// Begins backups of one disk, or of several at one point in time: a job for each disk. The answer comes once the point in time has come.
@@ -547,11 +520,11 @@ async fn metrics(State(context): State<Context>, headers: HeaderMap, RawQuery(qu
     Ok(respond(&context.exporter, &headers, query.as_deref()).await?)
 }
 
-async fn unknown() -> Refusal {
+pub(super) async fn unknown() -> Refusal {
     Refusal(Error::new(ErrorKind::NotFound, "there is no such path").hint("GET /v1/openapi.json lists them"))
 }
 
-async fn wrong_method() -> Response {
+pub(super) async fn wrong_method() -> Response {
     let what = Error::new(ErrorKind::InvalidInput, "this path does not know that method");
     let (_, failure) = Failure::of(&what.hint("GET /v1/openapi.json lists them"));
     json(StatusCode::METHOD_NOT_ALLOWED, &failure)

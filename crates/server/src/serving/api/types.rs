@@ -551,9 +551,9 @@ pub struct Job {
     /// How far a move is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub motion: Option<Motion>,
-    /// The server's control socket.
+    /// The control socket of its server, or of the command that does it.
     pub server: String,
-    /// The server's process.
+    /// The process that does it.
     pub pid: u32,
 }
 

@@ -540,9 +540,7 @@ impl View {
         });
         let (disk, job) = found.ok_or_else(|| match self.left_jobs("").into_iter().find(|job| job.id == id) {
             Some(job) => super::super::jobs::is_over(id, &job.state),
-            None => {
-                Error::new(ErrorKind::NotFound, format!("there is no job {id:?} here")).hint("`spile jobs` lists them")
-            }
+            None => super::super::jobs::no_such_job(id),
         })?;
         act(disk, &job)
     }
