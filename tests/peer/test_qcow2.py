@@ -667,6 +667,7 @@ class Repairing(Damage):
                 spile("check", "--repair", image)
                 run("qemu-img", "check", "-q", "-f", "qcow2", image)
                 self.assertSame(self.raw_of(image, "again.raw"), truth)
+                run("qemu-img", "bitmap", "--remove", image, "changes")
                 for name in ("two", "one"):
                     run("qemu-img", "snapshot", "-a", name, image)
                     run("qemu-img", "check", "-q", "-f", "qcow2", image)

@@ -13,6 +13,8 @@ use crate::measure::{Space, Tables, Unit};
 
 /// The usual cluster: 64 KiB.
 const DEFAULT_CLUSTER_BYTES: u32 = 64 << 10;
+/// The smallest cluster that QEMU puts the names of features into, as a power of two: 8 KiB.
+const MIN_NAMES_CLUSTER_BITS: u32 = 13;
 const V2_HEADER_BYTES: u32 = 72;
 /// With the compression type, padded to a multiple of 8.
 const V3_HEADER_BYTES: u32 = 112;
@@ -219,8 +221,8 @@ fn behind_header(header: &mut Header, parent: Option<&NewParent>) -> Result<Vec<
         None => (None, Vec::new()),
     };
     let format = format.map(|data| Extension { kind: kind::BACKING_FORMAT, data });
-    // The names of features serve messages only. Where there is no room for them, they are left out.
-    let names = (header.version >= 3 && header.cluster_bits > MIN_CLUSTER_BITS).then(feature_names);
+    // The names of features serve messages only. Where there is little room, they are left out.
+    let names = (header.version >= 3 && header.cluster_bits >= MIN_NAMES_CLUSTER_BITS).then(feature_names);
     for names in [names, None] {
         let all = format.clone().into_iter().chain(names).collect();
         let mut bytes = Extensions { all, ..Extensions::default() }.to_bytes();
