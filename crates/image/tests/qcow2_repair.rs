@@ -90,7 +90,10 @@ fn case_25_two_entries_for_one_cluster_lose_copied_and_keep_their_data() {
 fn case_34_refcount_blocks_that_cannot_be_are_made_anew() {
     for entry in [99 * CLUSTER, 2 * CLUSTER, CLUSTER, 77, 5 * CLUSTER, L2, 3 * CLUSTER] {
         mends(|image| image.put64(CLUSTER + 8, entry));
-        mends(|image| image.put64(CLUSTER, entry & !1));
+        // The image has its block at cluster 2.
+        if entry != 2 * CLUSTER {
+            mends(|image| image.put64(CLUSTER, entry));
+        }
     }
     mends(|image| image.put64(CLUSTER, 0));
     mends(|image| image.put32(56, 0));
