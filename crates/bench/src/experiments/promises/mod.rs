@@ -283,7 +283,10 @@ mod tests {
     #[test]
     fn the_order_changes_from_round_to_round() {
         let said = std::cell::RefCell::new(Vec::new());
-        let say = |word| Ok(said.borrow_mut().push(word));
+        let say = |word| {
+            said.borrow_mut().push(word);
+            Ok(())
+        };
         for round in 0..2 {
             in_turns(round, || say("one"), || say("other")).unwrap();
         }
