@@ -135,3 +135,31 @@ fn blocks_of_a_parent_that_overlap_are_only_read() {
     file.forget_ways();
     world.refused(PARENT, ErrorKind::Corrupt, "overlap");
 }
+
+/// How often the first read of a block has to be polled below so many children that have a sector of it each. In these files each operation
+/// is pending once.
+fn polls_of_a_first_read(children: usize) -> usize {
+    const SMALL: u32 = 64 << 10;
+    let (world, size) = (World::new(), u64::from(SMALL) * 4);
+    let path = |number: usize| format!("/vm/{number}.vhd");
+    world.vhd_on(&path(0), SLOW_FILE, DiskType::Dynamic, size, SMALL);
+    for number in 0..=children {
+        if number > 0 {
+            world.child_on(&path(number), SLOW_FILE, &path(number - 1), size, SMALL);
+        }
+        let disk = world.open(&path(number));
+        write(&disk, number as u64 * 512, &[number as u8; 512]);
+        block_on(disk.close()).unwrap();
+    }
+    let disk = world.open(&path(children));
+    let into = Segments::zeroed(512);
+    let mut first = std::pin::pin!(disk.read(Extent::from_range(0..512), &into));
+    let polls = (1..).find(|_| poll_once(first.as_mut()).is_ready()).unwrap();
+    assert_eq!(read(&disk, 512..1024), [1; 512]);
+    polls
+}
+
+#[test]
+fn the_first_read_of_a_block_waits_no_longer_in_a_long_chain() {
+    assert_eq!(polls_of_a_first_read(20), polls_of_a_first_read(3));
+}

@@ -3,11 +3,16 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use futures_util::future::join_all;
 use spile_core::{Disk, ErrorKind, Extent, Result, ResultExt, SECTOR_BYTES, Store, StoreOffset};
 
 use super::Graph;
 use super::zones::{NOWHERE, ZONE_BYTES, ZONE_SECTORS, Zone};
 use crate::layer::{EncodedUnit, Found, Layer, MapPiece};
+
+/// The maps of so many layers are read at the same time for a zone: a request waits for the zone, and a long chain would make it wait for
+/// one read after the other.
+const LOADED_TOGETHER: usize = 32;
 
 /// Where a run of the disk lies.
 #[derive(Clone, Copy)]
@@ -152,9 +157,13 @@ impl<S: Store> Graph<S> {
         }
         let base = kept.as_ref().filter(|zone| zone.covers() < covers);
         let (mut owners, done) = base.map_or((vec![NOWHERE; ZONE_SECTORS], 0), |zone| (zone.owners(), zone.covers()));
-        let start = number * ZONE_BYTES;
-        for rank in done + 1..=covers {
-            self.paint(rank, start..start + ZONE_BYTES, &mut owners).await?;
+        let range = number * ZONE_BYTES..(number + 1) * ZONE_BYTES;
+        let ranks: Vec<usize> = (done + 1..=covers).collect();
+        for together in ranks.chunks(LOADED_TOGETHER) {
+            join_all(together.iter().map(|rank| self.load_map(*rank, range.clone()))).await;
+            for rank in together {
+                self.paint(*rank, range.clone(), &mut owners).await?;
+            }
         }
         let zone = Arc::new(Zone::new(owners, covers));
         // Another graph's zone of more layers is worth more than this one.
@@ -162,6 +171,21 @@ impl<S: Store> Graph<S> {
             self.zones.insert(number, zone.clone());
         }
         Ok(zone)
+    }
+
+    /// Reads what is not in memory of the map of the layer of that rank, for `range`. What cannot be read is left to [`Graph::paint`], which says so.
+    async fn load_map(&self, rank: usize, range: Range<u64>) {
+        let number = self.layers.len() - rank;
+        let end = self.image(number).size_bytes().min(range.end);
+        let mut at = range.start;
+        while at < end {
+            let (found, len) = self.image(number).find(at, end - at);
+            match found {
+                Found::Miss(piece) if self.load_piece(number, piece).await.is_ok() => {}
+                Found::Miss(_) => return,
+                _ => at += len,
+            }
+        }
     }
 
     /// Enters into `owners`, one for each sector of `range`, what the layer of that rank (the base has 1) has. Past its own
