@@ -219,11 +219,93 @@ class Reading(Qcow2):
         self.assertReadsAlike(image)
         self.assertEqual(self.assertChecksAlike(image), 0)
 
-    def test_writing_is_refused(self):
+
+class Writing(Qcow2):
+    """Spile writes, QEMU reads and checks, and the reverse."""
+
+    def both_write(self, image, seed, kills=False):
+        """Turns of Spile and QEMU at one image, and a copy that only QEMU has written."""
+        for turn in range(3):
+            truth = self.raw_of(image)
+            server = self.serve(image)
+            self.fill(server.uri(), seed + turn, "raw", discards=False)
+            self.fill(truth, seed + turn, "raw", discards=False)
+            if kills:
+                server.kill()
+            else:
+                self.assertEqual(server.stop(), 0)
+            # Exit code 3 is for leaks, which a kill may leave.
+            found = run("qemu-img", "check", "-q", "-f", "qcow2", image, ok=None)
+            self.assertIn(found.returncode, (0, 3) if kills else (0,), text(found.stdout + found.stderr))
+            run("qemu-img", "compare", "-f", "qcow2", "-F", "raw", image, truth)
+            if kills:
+                run("qemu-img", "check", "-q", "-f", "qcow2", "-r", "leaks", image)
+            self.fill(image, seed + 50 + turn)
+
+    def test_every_kind(self):
+        for seed, (kind, options) in enumerate(KINDS.items()):
+            with self.subTest(kind):
+                self.both_write(self.image(options, seed=seed), seed + 100)
+
+    def test_kills(self):
+        for kind in ("default", "version 2", "clusters of 512 bytes", "extended L2", "refcounts of 1 bit"):
+            with self.subTest(kind):
+                self.both_write(self.image(KINDS[kind], seed=3), 200, kills=True)
+
+    def test_over_every_format(self):
+        base = self.raw_of(self.image(seed=11), "base.raw")
+        vhd, other = self.path("base.vhd"), self.path("base.qcow2")
+        run("qemu-img", "convert", "-f", "raw", "-O", "vpc", "-o", "force_size=on", base, vhd)
+        run("qemu-img", "convert", "-c", "-f", "raw", "-O", "qcow2", base, other)
+        for path, name in ((base, "raw"), (vhd, "vpc"), (other, "qcow2")):
+            before = path.read_bytes()
+            for options in ("", "extended_l2=on", "compat=0.10"):
+                with self.subTest(below=name, options=options):
+                    self.both_write(self.image(options, backing=(path.name, name), seed=12), 300)
+            self.assertEqual(path.read_bytes(), before)
+
+    def test_compressed(self):
+        source = self.raw_of(self.image(seed=7))
+        for kind, options in COMPRESSED.items():
+            with self.subTest(kind):
+                image = self.path("c.qcow2")
+                image.unlink(missing_ok=True)
+                words = ["-o", options] if options else []
+                run("qemu-img", "convert", "-c", "-f", "raw", "-O", "qcow2", *words, source, image)
+                self.both_write(image, 400)
+
+    def test_a_snapshot_keeps_what_it_has(self):
+        for options in ("", "extended_l2=on", "compat=0.10"):
+            with self.subTest(options=options):
+                image = self.image(options, seed=2)
+                run("qemu-img", "snapshot", "-c", "before", image)
+                truth = self.raw_of(image, "before.raw")
+                self.both_write(image, 500)
+                run("qemu-img", "snapshot", "-a", "before", image)
+                run("qemu-img", "compare", "-f", "qcow2", "-F", "raw", image, truth)
+                self.assertEqual(self.assertChecksAlike(image), 0)
+
+    def test_nobody_trusts_bitmaps_afterwards(self):
         image = self.image()
-        before = image.read_bytes()
-        self.assertIn("read", text(spile("serve", image, "--nbd", "unix:/nowhere", ok=False).stderr))
-        self.assertEqual(image.read_bytes(), before)
+        run("qemu-img", "bitmap", "--add", image, "changes")
+        server = self.serve(image)
+        self.fill(server.uri(), 1, "raw", discards=False)
+        self.assertEqual(server.stop(), 0)
+        self.assertNotIn("bitmaps", json.dumps(qemu_img_json("info", "-f", "qcow2", image)))
+        self.assertIn('"usable": false', json.dumps(spile_json("info", image)))
+
+    def test_what_is_refused(self):
+        image = self.image()
+        original = image.read_bytes()
+        for bit, word in ((1, "dirty"), (2, "corrupt")):
+            image.write_bytes(original[:79] + bytes([bit]) + original[80:])
+            before = image.read_bytes()
+            self.assertIn(word, text(spile("serve", image, "--nbd", "unix:/nowhere", ok=False).stderr))
+            self.assertEqual(image.read_bytes(), before)
+        data = self.path("data.raw")
+        image = self.image(f"data_file={data},data_file_raw=on", seed=8)
+        refused = spile("serve", image, "--allow-data-file", "--nbd", "unix:/nowhere", ok=False)
+        self.assertIn("external data file", text(refused.stderr))
 
 
 class Chains(Qcow2):

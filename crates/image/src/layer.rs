@@ -83,6 +83,12 @@ pub trait Reserved {
     /// Where in the layer's store the data go.
     fn offset(&self) -> StoreOffset;
 
+    /// How many bytes before and after the part are to be written as well before the commit, with what the disk shows there now: a
+    /// format that maps larger units than the part copies the rest of them. They lie before and behind [`Reserved::offset`].
+    fn around(&self) -> (u64, u64) {
+        (0, 0)
+    }
+
     /// Makes the data that were written at [`Reserved::offset`] the guest's. When it returns, they survive the death of
     /// the process.
     ///
@@ -215,11 +221,12 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
         async { Err(self.read_only_error()) }
     }
 
-    /// Makes `part` read as zeroes. `below_is_zero`: what lies below the whole [`Layer::unit`] reads as zeroes and stays so.
+    /// Makes `part` read as zeroes. `below_is_zero`: what lies below the whole [`Layer::unit`] reads as zeroes and stays so. False when the
+    /// format cannot express that where other bytes are around the part: nothing was changed, and the caller writes zeroes.
     ///
     /// # Errors
     /// `ReadOnly`, `NoSpace`; errors of the store.
-    fn zero(&self, part: Extent, may_unmap: bool, below_is_zero: bool) -> impl Future<Output = Result<()>> {
+    fn zero(&self, part: Extent, may_unmap: bool, below_is_zero: bool) -> impl Future<Output = Result<bool>> {
         let _ = (part, may_unmap, below_is_zero);
         async { Err(self.read_only_error()) }
     }

@@ -129,7 +129,7 @@ pub fn snapshot_path(disk: &Path, name: &str) -> Result<PathBuf> {
 
 /// The format of a new leaf over an image of the format `parent`.
 pub fn child_format(parent: Format) -> Format {
-    let can = |format: Format| format.about().has_parents && !format.about().is_read_only;
+    let can = |format: Format| format.about().has_parents && format.about().has_jobs;
     if can(parent) { parent } else { Format::ALL.iter().copied().find(|format| can(*format)).unwrap_or(Format::Vhd) }
 }
 

@@ -1,9 +1,12 @@
-//! The images of `spile-image` as a [`Subject`]: raw, fixed, dynamic, and chains of differencing VHDs.
+//! The images of `spile-image` as a [`Subject`]: raw, fixed, dynamic, chains of differencing VHDs, and qcow2.
 
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Files, Io, OpenMode, Result};
+use spile_core::{
+    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Files, Io, OpenMode, Result, Segments, Store as _, StoreOffset,
+    Via,
+};
 use spile_image::check::Severity;
 use spile_image::formats::vhd::codec::footer::DiskType;
 use spile_image::formats::vhd::{self, CreateParams, VhdParent};
@@ -11,6 +14,7 @@ use spile_image::{Format, Graph, OpenOptions};
 use spile_node::Aligned;
 
 use crate::pages::Pages;
+use crate::qcow2::Form;
 use crate::rng::Rng;
 use crate::store::SimStore;
 use crate::subject::Subject;
@@ -27,7 +31,14 @@ pub enum Kind {
     Dynamic,
     /// A differencing VHD on one to three parents, the lowest of any other kind.
     Chain,
+    /// A qcow2 image.
+    Qcow2,
+    /// A qcow2 image on one to three parents, the lowest of any other kind, the others qcow2.
+    Qcow2Chain,
 }
+
+/// All kinds.
+const KINDS: [Kind; 6] = [Kind::Raw, Kind::Fixed, Kind::Dynamic, Kind::Chain, Kind::Qcow2, Kind::Qcow2Chain];
 
 impl Kind {
     /// The kind's name on the command line.
@@ -37,6 +48,21 @@ impl Kind {
             Kind::Fixed => "fixed",
             Kind::Dynamic => "dynamic",
             Kind::Chain => "chain",
+            Kind::Qcow2 => "qcow2",
+            Kind::Qcow2Chain => "qcow2-chain",
+        }
+    }
+
+    fn is_qcow2(self) -> bool {
+        matches!(self, Kind::Qcow2 | Kind::Qcow2Chain)
+    }
+
+    /// The extension of its files, and what qcow2 calls its format.
+    fn extension(self) -> (&'static str, &'static str) {
+        match self {
+            Kind::Raw => ("raw", "raw"),
+            Kind::Fixed | Kind::Dynamic | Kind::Chain => ("vhd", "vpc"),
+            Kind::Qcow2 | Kind::Qcow2Chain => ("qcow2", "qcow2"),
         }
     }
 
@@ -58,7 +84,7 @@ impl FromStr for Kind {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        [Kind::Raw, Kind::Fixed, Kind::Dynamic, Kind::Chain]
+        KINDS
             .into_iter()
             .find(|kind| kind.name() == name)
             .ok_or_else(|| Error::new(ErrorKind::InvalidInput, format!("no such kind: {name}")))
@@ -74,6 +100,8 @@ pub struct LayerPlan {
     pub size_bytes: u64,
     /// The size of a block in bytes.
     pub block_bytes: u32,
+    /// The form of a qcow2 image; its clusters are the blocks.
+    pub form: Form,
 }
 
 /// A chain to be tested.
@@ -102,6 +130,14 @@ impl Image {
                 layers.push(LayerPlan::draw(&mut rng, Kind::Chain, least));
             }
         }
+        if kind == Kind::Qcow2Chain {
+            let base = *rng.pick(&[Kind::Raw, Kind::Fixed, Kind::Dynamic, Kind::Qcow2]);
+            layers[0] = LayerPlan::draw(&mut rng, base, 0);
+            for _ in 0..rng.between(1, 3) {
+                let least = layers[layers.len() - 1].size_bytes;
+                layers.push(LayerPlan::draw(&mut rng, kind, least));
+            }
+        }
         let cache_bytes = *rng.pick(&[64 << 10, 1 << 20, 64 << 20]);
         Self { layers, aligned: rng.chance(1, 2), cache_bytes }
     }
@@ -112,7 +148,7 @@ impl Image {
     }
 
     fn name(&self, layer: usize) -> String {
-        let extension = if self.layers[layer].kind == Kind::Raw { "raw" } else { "vhd" };
+        let (extension, _) = self.layers[layer].kind.extension();
         format!("layer{layer}.{extension}")
     }
 
@@ -124,7 +160,7 @@ impl Image {
     async fn params(&self, world: &World, layer: usize) -> Result<CreateParams> {
         let plan = &self.layers[layer];
         let mut params = match plan.kind {
-            Kind::Raw | Kind::Fixed => CreateParams::new(DiskType::Fixed, plan.size_bytes),
+            Kind::Raw | Kind::Fixed | Kind::Qcow2 | Kind::Qcow2Chain => CreateParams::new(DiskType::Fixed, plan.size_bytes),
             Kind::Dynamic => CreateParams::new(DiskType::Dynamic, plan.size_bytes),
             Kind::Chain => {
                 let parent = self.chain(world, layer - 1, true).await?.layers().swap_remove(0);
@@ -145,11 +181,26 @@ impl Image {
         Ok(params)
     }
 
+    async fn create_qcow2(&self, world: &World, layer: usize) -> Result<()> {
+        let (plan, path) = (&self.layers[layer], self.path(layer));
+        match world.hardware().devices {
+            true => world.install_device(&path, plan.device_bytes()),
+            false => world.install_empty(&path, 0),
+        }
+        let parent = (plan.kind == Kind::Qcow2Chain)
+            .then(|| (self.name(layer - 1), self.layers[layer - 1].kind.extension().1));
+        let parent = parent.as_ref().map(|(name, format)| (name.as_str(), *format));
+        let bytes = plan.form.empty_image(plan.size_bytes, plan.block_bytes, parent);
+        let store = world.files().open(&path.into(), OpenMode::ReadWrite).await?;
+        store.write_at(StoreOffset(0), &Segments::copied(&bytes), Via::Cached).await?;
+        store.sync().await
+    }
+
     async fn check_layer(&self, world: &World, layer: usize) -> Result<(), String> {
         let path = self.path(layer);
         let checked = async {
             let store = world.files().open(&path.into(), OpenMode::ReadOnly).await?;
-            vhd::check(&store, &*world.env()).await
+            self.layers[layer].format().check(&store, &*world.env()).await
         };
         let report = checked.await.map_err(|error| format!("{error:?}"))?;
         match report.findings.iter().find(|found| found.severity == Severity::Corruption) {
@@ -160,9 +211,20 @@ impl Image {
 }
 
 impl LayerPlan {
-    /// A device with room for all blocks, and some to spare.
+    fn format(&self) -> Format {
+        match self.kind {
+            Kind::Raw => Format::Raw,
+            Kind::Fixed | Kind::Dynamic | Kind::Chain => Format::Vhd,
+            Kind::Qcow2 | Kind::Qcow2Chain => Format::Qcow2,
+        }
+    }
+
+    /// A device with room for all blocks, and some to spare. A qcow2 image loses some of it with each crash.
     fn device_bytes(&self) -> u64 {
         let block = u64::from(self.block_bytes);
+        if self.kind.is_qcow2() {
+            return (self.size_bytes * 2).next_multiple_of(block) + (32 << 20) + 512;
+        }
         (self.size_bytes.div_ceil(block) + 1) * (block + 8192) + (4 << 20)
     }
 
@@ -179,7 +241,13 @@ impl LayerPlan {
         let block_bytes = *rng.pick(&[4096, 64 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20]);
         // A block of 4 KiB is for small disks: each is an entry.
         let block_bytes = if size_bytes > 8 << 20 { block_bytes.max(64 << 10) } else { block_bytes };
-        Self { kind, size_bytes: size_bytes.max(least_bytes).max(4096), block_bytes }
+        let size_bytes = size_bytes.max(least_bytes).max(4096);
+        let form = Form::default();
+        if !kind.is_qcow2() {
+            return Self { kind, size_bytes, block_bytes, form };
+        }
+        let block_bytes = *rng.pick(&[512, 1024, 4096, 16 << 10, 64 << 10, 64 << 10, 256 << 10]);
+        Self { kind, size_bytes, block_bytes, form: Form::draw(rng, block_bytes) }
     }
 }
 
@@ -199,6 +267,9 @@ impl Subject for Image {
         if plan.kind == Kind::Raw {
             return world.files().create(&path, plan.size_bytes).map(drop);
         }
+        if plan.kind.is_qcow2() {
+            return self.create_qcow2(world, layer).await;
+        }
         let params = self.params(world, layer).await?;
         if world.hardware().devices {
             world.install_device(&path, plan.device_bytes());
@@ -217,7 +288,7 @@ impl Subject for Image {
 
     async fn check(&self, world: &World, clean: bool) -> Result<(), String> {
         for layer in 0..self.layers.len() {
-            if Format::from_extension(&self.path(layer)) == Some(Format::Vhd) {
+            if self.layers[layer].kind != Kind::Raw {
                 self.check_layer(world, layer).await?;
             }
         }

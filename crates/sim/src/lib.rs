@@ -25,6 +25,7 @@ mod op;
 pub mod oracle;
 pub mod pages;
 pub mod plan;
+pub mod qcow2;
 pub mod receive;
 pub mod regions;
 pub mod rng;

@@ -7,6 +7,7 @@ use spile_core::Via;
 use spile_sim::explore::{Finding, Options, Summary, explore};
 use spile_sim::faults::{Choice, How, Sabotage, Touch};
 use spile_sim::image::{Image, Kind, LayerPlan};
+use spile_sim::qcow2::Form;
 use spile_sim::plan::{Life, Plan, Weights};
 use spile_sim::regions::{Part, empties_batmap, part_of};
 use spile_sim::seeds::{Mode, run_seed};
@@ -42,7 +43,7 @@ fn on_devices(seed: u64, options: &Options) -> Run {
 /// A child with blocks of 4 KiB, so that whole blocks are written, released and used again all the time, and lives
 /// that end in order, so that a batmap is there.
 fn small_blocks(seed: u64, options: &Options) -> Run {
-    let layer = |kind, size_bytes| LayerPlan { kind, size_bytes, block_bytes: 4096 };
+    let layer = |kind, size_bytes| LayerPlan { kind, size_bytes, block_bytes: 4096, form: Form::default() };
     let layers = vec![layer(Kind::Dynamic, 4096), layer(Kind::Chain, 64 << 10)];
     let image = Image { layers, aligned: false, cache_bytes: 1 << 20 };
     let mut plan = Plan::draw(seed, 64 << 10, 4096);

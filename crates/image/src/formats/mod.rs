@@ -35,7 +35,7 @@ formats! {
     Raw => raw::RawFormat;
     "Virtual Hard Disk: fixed, dynamic or differencing.",
     Vhd => vhd::VhdFormat;
-    "qcow2, which can be made and read.",
+    "qcow2, of QEMU.",
     Qcow2 => qcow2::Qcow2Format;
 }
 
@@ -109,10 +109,10 @@ pub struct About {
     pub subformats: &'static [&'static str],
     /// Its images can have parents.
     pub has_parents: bool,
-    /// Its images can be made and read, but not opened for writing.
-    pub is_read_only: bool,
     /// A new image can have [`Options`](crate::create::Options) and units of a chosen size.
     pub has_options: bool,
+    /// Snapshots, merges, moves and backups write its images: they can give up a part, and name another parent.
+    pub has_jobs: bool,
     /// Virtual sizes are multiples of this many bytes.
     pub size_unit_bytes: u64,
     /// The first bytes of each identity of its images, where a child can tell the format of its parent by them.
@@ -183,15 +183,9 @@ impl Format {
     /// Opens the image in `store` as this format.
     ///
     /// # Errors
-    /// `ReadOnly` when the format cannot be written and writing is asked for; as [`ImageFormat::open`].
+    /// As [`ImageFormat::open`].
     pub async fn open<S: Store>(self, store: S, env: &Arc<dyn Env>, how: OpenLayer) -> Result<AnyLayer<S>> {
         let path = store.path().to_owned();
-        if self.about().is_read_only && !how.read_only {
-            return Err(self
-                .read_only_error("cannot be written")
-                .at_path(&path)
-                .hint("open it for reading only, make a writable child over it, or convert it to another format"));
-        }
         self.open_any(store, env, how).await.at_path(&path)
     }
 
@@ -232,7 +226,7 @@ impl Format {
         }
         match &new.parent {
             Some(_) if !about.has_parents => {
-                let able = Self::ALL.iter().find(|format| format.about().has_parents && !format.about().is_read_only);
+                let able = Self::ALL.iter().find(|format| format.about().has_parents);
                 let hint = able.map_or(String::new(), |format| format!("; use --format {format}"));
                 refuse(format!("a {self} disk has no parent{hint}"))
             }
@@ -240,9 +234,6 @@ impl Format {
         }
     }
 
-    fn read_only_error(self, what: &str) -> Error {
-        Error::new(ErrorKind::ReadOnly, format!("a {self} image {what}"))
-    }
 }
 
 impl<S: Store> AnyLayer<S> {

@@ -118,6 +118,12 @@ macro_rules! formats {
                 }
             }
 
+            fn around(&self) -> (u64, u64) {
+                match self {
+                    $(Self::$name(reserved) => reserved.around(),)+
+                }
+            }
+
             async fn commit(self) -> Result<()> {
                 match self {
                     $(Self::$name(reserved) => reserved.commit().await,)+
@@ -155,7 +161,7 @@ macro_rules! formats {
             delegate! { [$($name)+]
                 async fn load(&self, piece: MapPiece) -> Result<()>;
                 async fn read_encoded(&self, unit: EncodedUnit, within_bytes: u32, into: &Segments) -> Result<()>;
-                async fn zero(&self, part: Extent, may_unmap: bool, below_is_zero: bool) -> Result<()>;
+                async fn zero(&self, part: Extent, may_unmap: bool, below_is_zero: bool) -> Result<bool>;
                 async fn unmap(&self, part: Extent, below_is_zero: bool) -> Result<()>;
                 async fn forget(&self, part: Extent) -> Result<()>;
                 async fn give_back(&self, most_bytes: u64, timer: &dyn Timer) -> Result<GivenBack>;

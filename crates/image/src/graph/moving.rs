@@ -261,7 +261,7 @@ impl<S: Store> Graph<S> {
     async fn change_unit(&self, part: Extent, change: Change<'_>) -> Result<()> {
         match change {
             Change::Write(from) => self.write_part(part, from).await,
-            Change::Zero(how) => self.leaf().zero(part, how.may_unmap, false).await,
+            Change::Zero(how) => self.zero_leaf_part(part, how.may_unmap, false).await,
             Change::Discard => self.leaf().unmap(part, false).await,
         }
     }

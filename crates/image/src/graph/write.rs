@@ -1,6 +1,6 @@
 //! Changes: writes, zeroes and discards go to the leaf, part by part; flushes to every layer that may still change.
 
-use std::pin::pin;
+use std::pin::{Pin, pin};
 
 use futures_util::future::join_all;
 use spile_core::{ErrorKind, Extent, Result, Segments, Store, StoreOffset, WriteZeroes, metrics};
@@ -45,7 +45,42 @@ impl<S: Store> Graph<S> {
     pub(super) async fn write_part(&self, part: Extent, from: &Segments) -> Result<()> {
         let reserved = self.leaf().reserve(part).await?;
         self.write_at(reserved.offset(), from).await?;
+        match reserved.around() {
+            (0, 0) => {}
+            around => self.copy_around(part, reserved.offset(), around).await?,
+        }
         reserved.commit().await
+    }
+
+    /// Writes what the disk shows around `part` to the bytes around `offset`, which is the place of the part in the leaf. In a box, so
+    /// that the futures of other writes stay small.
+    fn copy_around(
+        &self,
+        part: Extent,
+        offset: StoreOffset,
+        (before, after): (u64, u64),
+    ) -> Pin<Box<dyn Future<Output = Result<()>> + '_>> {
+        Box::pin(async move {
+            let sides = [
+                (part.start() - before..part.start(), offset.0 - before),
+                (part.end()..part.end() + after, offset.0 + part.len_bytes),
+            ];
+            for (range, offset) in sides.into_iter().filter(|(range, _)| !range.is_empty()) {
+                let extent = Extent::from_range(range);
+                let bytes = Segments::zeroed(extent.len_bytes as usize);
+                self.read_extent(extent, &bytes).await?;
+                self.write_at(StoreOffset(offset), &bytes).await?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Makes `part` zero: one part of the leaf.
+    pub(super) async fn zero_leaf_part(&self, part: Extent, may_unmap: bool, below_is_zero: bool) -> Result<()> {
+        if self.leaf().zero(part, may_unmap, below_is_zero).await? {
+            return Ok(());
+        }
+        self.write_part(part, &Segments::zeroed(part.len_bytes as usize)).await
     }
 
     /// Writes a request of several parts, all at the same time.
@@ -102,7 +137,7 @@ impl<S: Store> Graph<S> {
         let only_held = self.layers.len() == 1 && how.may_unmap;
         self.each_part(extent, only_held, async |part| {
             let below = self.below_is_zero(self.leaf().unit(part)).await?;
-            let zeroed = pin!(self.leaf().zero(part, how.may_unmap, below));
+            let zeroed = pin!(self.zero_leaf_part(part, how.may_unmap, below));
             self.at_store(0, metrics::Op::WriteZeroes, part.len_bytes, zeroed).await
         })
         .await

@@ -91,8 +91,8 @@ pub(super) async fn check<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, numb
     };
     for image in [layer, parent] {
         let format = image.image().format();
-        if format.about().is_read_only {
-            let what = format!("a {format} image cannot be written yet");
+        if !format.about().has_jobs {
+            let what = format!("a {format} image cannot be merged yet");
             return Err(refuse(ErrorKind::Unsupported, what, image.path(), "copy the disk by spile convert"));
         }
         check_place(image.path())?;
@@ -103,6 +103,10 @@ pub(super) async fn check<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, numb
     }
     let others = other_children(work, graph, number).await?;
     for other in &others {
+        if let Some(format) = Format::from_extension(other).filter(|format| !format.about().has_jobs) {
+            let what = format!("{}, a {format} image, is a child of this image, too", other.display());
+            return Err(refuse(ErrorKind::Unsupported, what, layer.path(), "it cannot be given another parent yet"));
+        }
         if !Format::from_extension(other).is_some_and(|format| format.about().has_parents) {
             let what =
                 format!("{} is a child of this image, too, and its name does not say its format", other.display());

@@ -59,7 +59,7 @@ impl Parents {
         if parents.is_empty() {
             return Ok(None);
         }
-        if !format.about().has_parents || format.about().is_read_only {
+        if !format.about().has_parents || !format.about().has_jobs {
             let what = format!("the chain cannot be kept: a {format} has no parent");
             let error = Error::new(ErrorKind::Unsupported, what).at_path(to);
             return Err(error.hint("move it to a .vhd, or flatten it: --chain flatten"));
@@ -68,9 +68,9 @@ impl Parents {
         for parent in parents {
             let (path, image) = (parent.path(), parent.image());
             let is_file = path.is_absolute() && image.store().info().grows_zeroed;
-            if !is_file || image.format().about().is_read_only {
+            if !is_file || !image.format().about().has_jobs {
                 let what = match is_file {
-                    true => format!("the chain cannot be kept: Spile does not write {}", image.format()),
+                    true => format!("the chain cannot be kept: Spile moves no {}", image.format()),
                     false => "the chain cannot be kept: this parent is no file".to_owned(),
                 };
                 return Err(Error::new(ErrorKind::Unsupported, what).at_path(path).hint("flatten it: --chain flatten"));

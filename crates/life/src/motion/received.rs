@@ -345,8 +345,8 @@ impl<F: Files> Receiver<'_, F> {
         let half = names::receiving(disk);
         refuse_taken(self.files, disk).await?;
         refuse_taken(self.files, &half).await?;
-        if format.about().is_read_only {
-            return Err(Error::new(ErrorKind::Unsupported, format!("a {format} cannot be written")).at_path(disk));
+        if !format.about().has_jobs {
+            return Err(Error::new(ErrorKind::Unsupported, format!("no disk is moved into a {format} image")).at_path(disk));
         }
         // What was noted of a disk that is gone says nothing of this one.
         self.forget_changes(disk).await?;

@@ -620,8 +620,8 @@ fn plan_move(graph: &Graph<HostStore>, new: &NewJob) -> Result<Move> {
         let hint = error.hint_text().map(|hint| hint.replace("--format", "--to-format"));
         error.hint(hint.unwrap_or_default())
     })?;
-    if format.about().is_read_only {
-        return Err(Error::new(ErrorKind::Unsupported, format!("a {format} cannot be written")).at_path(&to));
+    if !format.about().has_jobs {
+        return Err(Error::new(ErrorKind::Unsupported, format!("no disk is moved into a {format} image")).at_path(&to));
     }
     Ok(plan(Locator::Path(to), format))
 }

@@ -300,7 +300,7 @@ pub fn clone(args: &CloneArgs) -> Result<Exit> {
 
 /// True when a new image of this format can be a child.
 fn has_parents(format: Format) -> bool {
-    format.about().has_parents && !format.about().is_read_only
+    format.about().has_parents
 }
 
 /// True for a disk that its server may write.

@@ -3,7 +3,7 @@
 //! For an entry that breaks a rule, [`Map::find`] answers as if its slice were missing, and [`Map::load`] then fails
 //! and says what is wrong. So a damaged entry is an error where it is read, and nowhere else.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use spile_core::{Error, ErrorKind, Result, ResultExt, Segments, Store, StoreOffset, Via};
 
@@ -12,7 +12,8 @@ use super::codec::table::{Cluster, Compressed, EntryFault, Rules, SUBCLUSTERS, d
 use super::codec::{COPIED, OFFSET_MASK};
 use super::slices::{Entries, Slices};
 use crate::layer::{EncodedUnit, Found, MapPiece};
-use crate::range_lock::RangeLock;
+use crate::formats::OpenLayer;
+use crate::range_lock::{RangeGuard, RangeLock};
 
 /// The most of an L2 table that is read at once, as a power of two: 4 KiB.
 const MAX_SLICE_BITS: u32 = 12;
@@ -28,14 +29,19 @@ pub(crate) struct Map {
     coverage_bits: u32,
     /// Bits that an entry of plain data has clear, beside COPIED.
     not_plain: u64,
-    l1: Vec<u64>,
+    /// Of an image that is open for writing, without COPIED until the table's refcount was seen to be 1.
+    l1: Box<[AtomicU64]>,
     slices: Slices,
     /// Locks by slice. One is held while its slice is read, so that requests that miss the same slice share a read.
+    /// Held shared while an entry of the slice changes.
     loads: RangeLock,
     /// The length of the image, in bytes.
-    file_bytes: u64,
+    file_bytes: AtomicU64,
     /// The length of what holds the guest's data, the image or its data file, in bytes.
-    data_bytes: u64,
+    data_bytes: AtomicU64,
+    /// The image is open for writing: COPIED is taken from an entry that is read, and is put back into the one in memory when the
+    /// refcount was seen to be 1.
+    is_writable: bool,
 }
 
 /// What a run of clusters is.
@@ -51,12 +57,13 @@ enum Kind {
 
 impl Map {
     /// The map of the image with this header. `l1` has the entries of its L1 table that the virtual size needs.
-    pub(crate) fn new(header: &Header, rules: Rules, l1: Vec<u64>, file_bytes: u64, cache_bytes: usize) -> Self {
+    pub(crate) fn new(header: &Header, rules: Rules, l1: Vec<u64>, file_bytes: u64, how: OpenLayer) -> Self {
         let slice_bits = MAX_SLICE_BITS.min(header.cluster_bits);
-        // No more slices can be needed than L2 tables lie in the file, nor than the disk has.
-        let in_file = file_bytes >> slice_bits;
+        // No more slices can be needed than L2 tables lie in the file (unless it grows), nor than the disk has.
+        let is_writable = !how.read_only;
+        let in_file = if is_writable { u64::MAX } else { file_bytes >> slice_bits };
         let of_disk = (l1.len() as u64) << (header.cluster_bits - slice_bits);
-        let slices = Slices::new(cache_bytes, 1 << slice_bits, in_file.min(of_disk));
+        let slices = Slices::new(how.cache_bytes, 1 << slice_bits, in_file.min(of_disk));
         let entry_bits = header.l2_entry_bits();
         Self {
             coverage_bits: header.cluster_bits + slice_bits - entry_bits,
@@ -64,21 +71,32 @@ impl Map {
             rules,
             entry_bits,
             slice_bits,
-            l1,
+            l1: l1.into_iter().map(|entry| AtomicU64::new(if is_writable { unproved(entry) } else { entry })).collect(),
             slices,
             loads: RangeLock::default(),
-            file_bytes,
-            data_bytes: file_bytes,
+            file_bytes: AtomicU64::new(file_bytes),
+            data_bytes: AtomicU64::new(file_bytes),
+            is_writable,
         }
     }
 
     /// Tells how long the data file is, where the guest's data lie in one.
     pub(crate) fn set_data_bytes(&mut self, data_bytes: u64) {
-        self.data_bytes = data_bytes;
+        *self.data_bytes.get_mut() = data_bytes;
     }
 
-    pub(crate) fn l1(&self) -> &[u64] {
-        &self.l1
+    /// Tells how long the image is now, where it holds the guest's data itself.
+    pub(super) fn set_file_bytes(&self, file_bytes: u64) {
+        self.file_bytes.store(file_bytes, Ordering::Release);
+        self.data_bytes.store(file_bytes, Ordering::Release);
+    }
+
+    fn data_bytes(&self) -> u64 {
+        self.data_bytes.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn l1(&self) -> impl Iterator<Item = u64> {
+        self.l1.iter().map(|entry| entry.load(Ordering::Relaxed))
     }
 
     fn cluster_bytes(&self) -> u64 {
@@ -119,7 +137,7 @@ impl Map {
                 true => return None,
             };
         let is_plain = host != 0 && host & self.not_plain == 0;
-        let is_whole = within + len_bytes <= cluster && host + cluster <= self.data_bytes;
+        let is_whole = within + len_bytes <= cluster && host + cluster <= self.data_bytes();
         (is_plain && is_whole).then_some(StoreOffset(host + within))
     }
 
@@ -128,7 +146,7 @@ impl Map {
         let bits = self.table_coverage_bits();
         let first = (at >> bits) as usize;
         let last = ((at + len_bytes).div_ceil(1 << bits) as usize).min(self.l1.len());
-        let holes = self.l1[first..last].iter().take_while(|entry| **entry == 0).count() as u64;
+        let holes = self.l1[first..last].iter().take_while(|entry| entry.load(Ordering::Relaxed) == 0).count() as u64;
         match holes {
             0 => (Found::Miss(self.piece(at)), in_slice),
             _ => (Found::Below, len_bytes.min(((first as u64 + holes) << bits) - at)),
@@ -195,7 +213,7 @@ impl Map {
     /// cluster that begins past the end is a fault.
     fn data(&self, host: u64, within: u64, rest: u64) -> (Kind, u64) {
         let at = host + within;
-        match self.data_bytes {
+        match self.data_bytes() {
             end if host >= end => (Kind::Fault, rest),
             end if at >= end => (Kind::Zero, rest),
             end => (Kind::Data(at), rest.min(end - at)),
@@ -203,13 +221,20 @@ impl Map {
     }
 
     fn entry(&self, entries: &Entries, at: u64) -> (u64, Result<Cluster, EntryFault>) {
-        let index = (at & ((1 << self.coverage_bits) - 1)) >> self.rules.cluster_bits;
-        let word = |at: u64| entries[at as usize].load(Ordering::Relaxed);
-        let (entry, bitmap) = match self.rules.extended {
-            true => (word(index * 2), word(index * 2 + 1)),
-            false => (word(index), 0),
-        };
+        let (entry, bitmap) = self.words(entries, at);
         (entry, self.rules.cluster(entry, bitmap))
+    }
+
+    /// The number of the first word of an entry in its slice.
+    fn word_index(&self, at: u64) -> usize {
+        let index = (at & ((1 << self.coverage_bits) - 1)) >> self.rules.cluster_bits;
+        (index << (self.entry_bits - 3)) as usize
+    }
+
+    fn words(&self, entries: &Entries, at: u64) -> (u64, u64) {
+        let index = self.word_index(at);
+        let word = |at: usize| entries[at].load(Ordering::Relaxed);
+        (word(index), if self.rules.extended { word(index + 1) } else { 0 })
     }
 
     /// As [`Layer::load`](crate::layer::Layer::load).
@@ -222,7 +247,7 @@ impl Map {
         match self.slices.look(slice, |entries| self.entry(entries, at)) {
             Some((entry, Err(fault))) => Err(entry_error("L2", entry, at, fault)),
             Some((entry, Ok(Cluster::Data(host) | Cluster::Mixed { host: Some(host), .. })))
-                if host >= self.data_bytes =>
+                if host >= self.data_bytes() =>
             {
                 let what =
                     format!("the L2 entry {entry:#018x} of guest offset {at:#x} points past the end of the data");
@@ -240,19 +265,22 @@ impl Map {
         let Some(offset) = self.slice_offset(slice)? else { return Ok(()) };
         let bytes = Segments::zeroed(1 << self.slice_bits);
         store.read_at(StoreOffset(offset), &bytes, Via::Cached).await.at_offset(offset)?;
-        self.slices.insert(slice, decode(&bytes.to_vec()));
+        let bytes = bytes.to_vec();
+        let step = 1 << (self.entry_bits - 3);
+        let prove = |(at, word): (usize, u64)| if self.is_writable && at % step == 0 { unproved(word) } else { word };
+        self.slices.insert(slice, decode(&bytes).enumerate().map(prove));
         Ok(())
     }
 
     /// Where a slice lies in the image; `None` when its L2 table does not exist.
     fn slice_offset(&self, slice: u64) -> Result<Option<u64>> {
         let at = slice << self.coverage_bits;
-        let entry = self.l1[(at >> self.table_coverage_bits()) as usize];
+        let entry = self.l1[self.table_of(at)].load(Ordering::Acquire);
         let table = self.rules.l2_table(entry).map_err(|fault| entry_error("L1", entry, at, fault))?;
         let Some(table) = table else { return Ok(None) };
         let in_table = 1u64 << (self.rules.cluster_bits - self.slice_bits);
         let offset = table + ((slice & (in_table - 1)) << self.slice_bits);
-        match offset + (1 << self.slice_bits) <= self.file_bytes {
+        match offset + (1 << self.slice_bits) <= self.file_bytes.load(Ordering::Relaxed) {
             true => Ok(Some(offset)),
             false => Err(Error::new(
                 ErrorKind::Corrupt,
@@ -260,6 +288,89 @@ impl Map {
             )
             .at_offset(offset)),
         }
+    }
+
+    /// The number of the L2 table for guest offset `at`.
+    pub(super) fn table_of(&self, at: u64) -> usize {
+        (at >> self.table_coverage_bits()) as usize
+    }
+
+    /// The L1 entry of a table; COPIED is set when its refcount is known to be 1.
+    pub(super) fn l1_entry(&self, table: usize) -> u64 {
+        self.l1[table].load(Ordering::Acquire)
+    }
+
+    pub(super) fn set_l1_entry(&self, table: usize, entry: u64) {
+        self.l1[table].store(entry, Ordering::Release);
+    }
+
+    /// Holds all of a table: nobody reads or changes an entry of it in the file.
+    pub(super) async fn hold_table(&self, table: usize) -> RangeGuard<'_> {
+        let slices = self.rules.cluster_bits - self.slice_bits;
+        let first = (table as u64) << slices;
+        self.loads.exclusive(first..first + (1 << slices)).await
+    }
+
+    /// The L2 entry for guest offset `at`. COPIED is set when the refcount is known to be 1.
+    pub(super) async fn entry_of<S: Store>(&self, store: &S, at: u64) -> Result<(u64, u64)> {
+        let slice = at >> self.coverage_bits;
+        loop {
+            if let Some(words) = self.slices.look(slice, |entries| self.words(entries, at)) {
+                return Ok(words);
+            }
+            if self.l1_entry(self.table_of(at)) == 0 {
+                return Ok((0, 0));
+            }
+            self.load_slice(store, slice).await?;
+        }
+    }
+
+    /// Where the L2 entry for guest offset `at` lies, in a table that exists.
+    fn entry_offset(&self, at: u64) -> Result<u64> {
+        let slice = self.slice_offset(at >> self.coverage_bits)?;
+        let slice = slice.ok_or_else(|| Error::new(ErrorKind::Corrupt, "an L2 table is gone"))?;
+        Ok(slice + 8 * self.word_index(at) as u64)
+    }
+
+    /// The L2 entry for guest offset `at` as the file has it. The caller keeps others from changing it.
+    pub(super) async fn entry_in_file<S: Store>(&self, store: &S, at: u64) -> Result<(u64, u64)> {
+        let slice = at >> self.coverage_bits;
+        let _held = self.loads.shared(slice..slice + 1).await;
+        let bytes = Segments::zeroed(1 << self.entry_bits);
+        let offset = self.entry_offset(at)?;
+        store.read_at(StoreOffset(offset), &bytes, Via::Cached).await.at_offset(offset)?;
+        let bytes = bytes.to_vec();
+        let mut words = decode(&bytes);
+        Ok((words.next().unwrap_or(0), words.next().unwrap_or(0)))
+    }
+
+    /// Writes the L2 entry for guest offset `at`, whose table exists and is this map's alone, to the file and then to memory; there with
+    /// COPIED only if `is_own`, when the refcount is known to be 1. The caller keeps others from changing it.
+    pub(super) async fn set_entry<S: Store>(
+        &self,
+        store: &S,
+        at: u64,
+        words: (u64, u64),
+        is_own: bool,
+    ) -> Result<()> {
+        let slice = at >> self.coverage_bits;
+        let _held = self.loads.shared(slice..slice + 1).await;
+        let offset = self.entry_offset(at)?;
+        let bytes = [words.0.to_be_bytes(), words.1.to_be_bytes()].concat();
+        let bytes = Segments::copied(&bytes[..1 << self.entry_bits]);
+        store.write_at(StoreOffset(offset), &bytes, Via::Cached).await.at_offset(offset)?;
+        self.update(at, (if is_own { words.0 } else { unproved(words.0) }, words.1));
+        Ok(())
+    }
+
+    /// Sets COPIED of the entry in memory: the refcount was seen to be 1.
+    pub(super) fn prove(&self, at: u64, words: (u64, u64)) {
+        self.update(at, (words.0 | COPIED, words.1));
+    }
+
+    fn update(&self, at: u64, words: (u64, u64)) {
+        let words = [words.0, words.1];
+        self.slices.update(at >> self.coverage_bits, self.word_index(at), &words[..1 << (self.entry_bits - 3)]);
     }
 
     /// Where the compressed data of an L2 entry lie that [`Map::find`] gave out.
@@ -271,7 +382,12 @@ impl Map {
     }
 }
 
-fn entry_error(table: &str, entry: u64, at: u64, fault: EntryFault) -> Error {
+/// An entry whose refcount nobody has looked at: without COPIED, where that says nothing of where the entry points.
+fn unproved(entry: u64) -> u64 {
+    if entry & OFFSET_MASK != 0 { entry & !COPIED } else { entry }
+}
+
+pub(super) fn entry_error(table: &str, entry: u64, at: u64, fault: EntryFault) -> Error {
     let what = format!("the {table} entry {entry:#018x} of guest offset {at:#x} cannot be followed: {fault}");
     Error::new(ErrorKind::Corrupt, what)
 }

@@ -1,8 +1,8 @@
-//! qcow2, for reading: versions 2 and 3, all that qemu-img makes, except encrypted images.
+//! qcow2: versions 2 and 3, all that qemu-img makes, except encrypted images.
 //!
-//! An image is served, shown, checked, copied, and can be the parent of a VHD; it is never written to. So there is no
-//! order of writes here. Feature bits that speak of writing (dirty, corrupt, lazy refcounts, autoclear bits) do not
-//! hinder reading: refcounts are not used for it.
+//! An image that is open for reading only is never changed, and its refcounts are not looked at: feature bits that speak of
+//! writing (dirty, corrupt, lazy refcounts, autoclear bits) do not hinder reading. The head of `write` says in which order an image
+//! that is open for writing is changed.
 //!
 //! Memory: L1 entries as the virtual size needs them (256 KiB at 16 TiB and 64 KiB clusters, 32 MiB at most), and L2 in
 //! 4 KiB slices through a cache of the size that the caller sets (`slices`), never more than the file has L2 tables;
@@ -10,33 +10,42 @@
 //!
 //! docs/qcow2.md says what is read, what is refused and why.
 
+mod alloc;
 mod check;
 mod clusters;
 pub mod codec;
 mod create;
 mod facts;
 pub mod fill;
+mod flush;
 mod layout;
 mod lists;
 mod map;
 mod open;
 mod parent;
+mod refcounts;
 mod slices;
+mod write;
+mod writing;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use spile_core::{Env, Error, ErrorKind, Result, Segments, Store, Via};
+use spile_core::{Env, Error, ErrorKind, Extent, Result, Segments, Store, Via};
 
 use self::clusters::Clusters;
+use self::codec::table::Rules;
 use self::lists::Lists;
 use self::map::Map;
 use self::open::Head;
+use self::write::ClusterReserved;
+use self::writing::Writing;
 use super::{About, ImageFormat, OpenLayer};
 use crate::check::{Lost, Report};
 use crate::create::NewImage;
 use crate::facts::Facts;
-use crate::layer::{EncodedUnit, Found, Identity, Layer, MapPiece, NeverReserved, ParentRef};
+use crate::grace::Reader;
+use crate::layer::{EncodedUnit, Found, Identity, Layer, MapPiece, ParentRef};
 use crate::measure::Space;
 
 /// The format.
@@ -49,15 +58,15 @@ impl ImageFormat for Qcow2Format {
         extensions: &["qcow2"],
         subformats: &[],
         has_parents: true,
-        is_read_only: true,
         has_options: true,
+        has_jobs: false,
         size_unit_bytes: 512,
         identity_mark: Some(parent::IDENTITY_MARK),
     };
     type Layer<S: Store> = Qcow2<S>;
 
     async fn open<S: Store>(store: S, _: &Arc<dyn Env>, how: OpenLayer) -> Result<Qcow2<S>> {
-        open::open(store, how.cache_bytes).await
+        open::open(store, how).await
     }
 
     async fn named_parent<S: Store>(store: &S) -> Result<Option<ParentRef>> {
@@ -81,23 +90,26 @@ impl ImageFormat for Qcow2Format {
     }
 }
 
-/// An image that is open for reading.
+/// An open image.
 pub struct Qcow2<S> {
     store: S,
     /// The external data file, where the guest's data lie in one.
     data: Option<S>,
     head: Head,
+    rules: Rules,
     map: Map,
     clusters: Clusters,
     lists: Lists,
     via: Via,
+    /// `None` when the image is open for reading only.
+    writing: Option<Writing>,
 }
 
 impl<S: Store> Layer<S> for Qcow2<S> {
     type Reserved<'a>
-        = NeverReserved
+        = ClusterReserved<'a, S>
     where
-        Self: 'a;
+        S: 'a;
 
     fn store(&self) -> &S {
         &self.store
@@ -113,7 +125,7 @@ impl<S: Store> Layer<S> for Qcow2<S> {
 
     fn attach_data_file(&mut self, store: S) {
         self.map.set_data_bytes(store.len_bytes());
-        self.via = open::via(&store, &self.head.header);
+        self.via = open::via(&store, &self.head.header, false);
         self.data = Some(store);
     }
 
@@ -148,6 +160,55 @@ impl<S: Store> Layer<S> for Qcow2<S> {
             }
             None => Err(Error::new(ErrorKind::InvalidInput, "a read goes past the end of a compressed cluster")),
         }
+    }
+
+    fn enter(&self) -> Option<Reader<'_>> {
+        self.writing.as_ref().filter(|writing| !writing.is_sealed()).map(|writing| writing.grace.enter())
+    }
+
+    fn part_len(&self, extent: Extent) -> u64 {
+        let within = self.part(extent).within;
+        within.end - within.start
+    }
+
+    fn unit(&self, part: Extent) -> Extent {
+        let bytes = self.head.header.cluster_bytes();
+        let start = part.start() / bytes * bytes;
+        Extent::from_range(start..start + bytes)
+    }
+
+    fn next_held(&self, extent: Extent) -> Option<Extent> {
+        self.next_held_part(extent)
+    }
+
+    async fn reserve(&self, part: Extent) -> Result<ClusterReserved<'_, S>> {
+        self.reserve_part(self.part(part)).await
+    }
+
+    async fn zero(&self, part: Extent, may_unmap: bool, below_is_zero: bool) -> Result<bool> {
+        self.zero_part(&self.part(part), may_unmap, below_is_zero).await
+    }
+
+    async fn unmap(&self, part: Extent, below_is_zero: bool) -> Result<()> {
+        self.unmap_part(&self.part(part), below_is_zero).await
+    }
+
+    async fn flush(&self) -> Result<()> {
+        match &self.writing {
+            Some(writing) => self.flush_writing(writing).await,
+            None => Ok(()),
+        }
+    }
+
+    async fn seal(&self) -> Result<()> {
+        match &self.writing {
+            Some(writing) => self.seal_writing(writing).await,
+            None => Ok(()),
+        }
+    }
+
+    fn allocations(&self) -> u64 {
+        self.writing.as_ref().map_or(0, |writing| writing.space().given_out)
     }
 
     async fn parent(&self) -> Result<Option<ParentRef>> {

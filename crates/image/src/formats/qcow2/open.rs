@@ -13,6 +13,8 @@ use super::codec::header::{Encryption, Header, feature};
 use super::codec::table::{Rules, decode};
 use super::lists::Lists;
 use super::map::Map;
+use super::writing::Writing;
+use crate::formats::OpenLayer;
 
 /// What is read of the file at first: enough for the first cluster of most images.
 const HEAD_BYTES: u64 = 64 << 10;
@@ -27,26 +29,31 @@ pub(super) struct Head {
     pub backing: Option<Vec<u8>>,
 }
 
-/// Opens the qcow2 image in `store`, with `cache_bytes` for its map.
+/// Opens the qcow2 image in `store`.
 ///
 /// # Errors
 /// `Corrupt` or `Unsupported`, saying which field is wrong; I/O errors.
-pub(super) async fn open<S: Store>(store: S, cache_bytes: usize) -> Result<Qcow2<S>> {
+pub(super) async fn open<S: Store>(store: S, how: OpenLayer) -> Result<Qcow2<S>> {
     let head = read_head(&store).await?;
     refuse_encryption(&head.header)?;
     let rules = rules(&head.header);
     let needed = head.header.needed_l1_entries();
     let l1 = read_l1(&store, head.header.l1_offset, u64::from(head.header.l1_entries), needed).await?;
     let lists = Lists::read(&store, &head).await;
-    let map = Map::new(&head.header, rules, l1, store.len_bytes(), cache_bytes);
+    let writing = if how.read_only { None } else { Some(Writing::open(&store, &head, &l1).await?) };
+    let map = Map::new(&head.header, rules, l1, store.len_bytes(), how);
     let clusters = Clusters::new(head.header.compression(), head.header.cluster_bits);
-    let via = via(&store, &head.header);
-    Ok(Qcow2 { store, data: None, head, map, clusters, lists, via })
+    let via = via(&store, &head.header, writing.is_some());
+    Ok(Qcow2 { store, data: None, head, rules, map, clusters, lists, via, writing })
 }
 
-/// Data in `store` can be read directly where whole clusters and the whole disk are aligned for it.
-pub(super) fn via<S: Store>(store: &S, header: &Header) -> Via {
+/// Data in `store` can be reached directly where whole clusters and the whole disk are aligned for it. In an image that is written,
+/// no page may hold data and a table, too.
+pub(super) fn via<S: Store>(store: &S, header: &Header, is_written: bool) -> Via {
     let align = u64::from(store.info().offset_align_bytes);
+    if is_written && header.cluster_bytes() < 4096 {
+        return Via::Cached;
+    }
     match header.cluster_bytes().is_multiple_of(align) && header.size_bytes.is_multiple_of(align) {
         true => Via::Direct,
         false => Via::Cached,

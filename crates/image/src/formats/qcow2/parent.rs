@@ -69,7 +69,7 @@ fn path_of(what: &str, name: &[u8]) -> Result<PathBuf> {
 /// What tells an image from others for a child that names it as its parent. qcow2 keeps no such thing, so it is made of
 /// what lasts while the image is not written to: its geometry, its features, its backing file, and where its L2 tables
 /// lie. It starts with the magic of qcow2 and has the version number 8 of a UUID, so it is no other format's UUID.
-pub(super) fn identity(head: &Head, l1: &[u64]) -> Identity {
+pub(super) fn identity(head: &Head, l1: impl Iterator<Item = u64>) -> Identity {
     let Header { version, size_bytes, cluster_bits, incompatible, compression_type, .. } = head.header;
     let lasting = incompatible & !(feature::DIRTY | feature::CORRUPT);
     let mut hash = Hash::new();

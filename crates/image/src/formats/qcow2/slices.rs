@@ -59,6 +59,18 @@ impl Slot {
         Some(answer)
     }
 
+    /// Changes some words. One caller at a time.
+    fn change(&self, at: usize, words: &[u64]) {
+        let Some(entries) = self.entries.get().and_then(|entries| entries.get(at..at + words.len())) else { return };
+        let version = self.version.load(Ordering::Relaxed);
+        self.version.store(version + 1, Ordering::Relaxed);
+        fence(Ordering::Release);
+        for (entry, value) in entries.iter().zip(words) {
+            entry.store(*value, Ordering::Relaxed);
+        }
+        self.version.store(version + 2, Ordering::Release);
+    }
+
     /// Replaces the content. One caller at a time.
     fn replace(&self, tag: u64, words: usize, content: impl Iterator<Item = u64>) {
         let entries = self.entries.get_or_init(|| (0..words).map(|_| AtomicU64::new(0)).collect());
@@ -75,6 +87,15 @@ impl Slot {
 }
 
 impl Slices {
+    /// Changes words of a slice, from number `at` on, if the slice is in memory. Readers see all of them or none.
+    pub(crate) fn update(&self, slice: u64, at: usize, words: &[u64]) {
+        let (set, tag) = (self.set(slice), slice + 1);
+        let _hand = set.hand.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(slot) = set.slots.iter().find(|slot| slot.tag.load(Ordering::Relaxed) == tag) {
+            slot.change(at, words);
+        }
+    }
+
     /// A cache for at most `most` slices of `slice_bytes` each. It takes no more than `budget_bytes` of memory, but
     /// always has room for eight slices. A slot's entries are allocated when it is first used.
     pub(crate) fn new(budget_bytes: usize, slice_bytes: usize, most: u64) -> Self {

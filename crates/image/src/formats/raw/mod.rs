@@ -33,8 +33,8 @@ impl ImageFormat for RawFormat {
         extensions: &["raw", "img"],
         subformats: &[],
         has_parents: false,
-        is_read_only: false,
         has_options: false,
+        has_jobs: true,
         size_unit_bytes: 1,
         identity_mark: None,
     };
@@ -178,11 +178,12 @@ impl<S: Store> Layer<S> for Raw<S> {
         Some(StoreOffset(extent.start()))
     }
 
-    async fn zero(&self, part: Extent, may_unmap: bool, _: bool) -> Result<()> {
+    async fn zero(&self, part: Extent, may_unmap: bool, _: bool) -> Result<bool> {
         match may_unmap && self.store.info().punches {
-            true => self.store.punch_hole(StoreOffset(part.start()), part.len_bytes).await,
-            false => self.store.zero_range(StoreOffset(part.start()), part.len_bytes).await,
+            true => self.store.punch_hole(StoreOffset(part.start()), part.len_bytes).await?,
+            false => self.store.zero_range(StoreOffset(part.start()), part.len_bytes).await?,
         }
+        Ok(true)
     }
 
     /// Where the store cannot punch, a discard may leave the bytes as they are.

@@ -93,8 +93,8 @@ impl ImageFormat for VhdFormat {
         extensions: &["vhd", "avhd", "vpc"],
         subformats: &["dynamic", "fixed"],
         has_parents: true,
-        is_read_only: false,
         has_options: false,
+        has_jobs: true,
         size_unit_bytes: SECTOR,
         identity_mark: None,
     };

@@ -1,0 +1,480 @@
+//! Writes, zeroes and discards, one cluster at a time.
+//!
+//! # Order of writes
+//!
+//! 1. A cluster is counted and zero, durably, before anything points at it (`alloc`).
+//! 2. The entry of a cluster is written, cached, after its data are written and before the answer: an acknowledged write survives
+//!    the death of the process. It needs no sync where the guest saw zeroes before: should a power cut keep the entry and lose the
+//!    data, the cluster reads as zeroes still. Where the guest saw other bytes, the data and what is copied around them are durable
+//!    before the entry is written; writes that wait for that share a sync.
+//! 3. An L2 table is durable (zero, or a copy) before the L1 entry that names it.
+//! 4. Data are written in place only where the entry says COPIED and the refcount is 1, both looked at.
+//! 5. A cluster that nothing refers to any more goes back when that is durable and its last reader is gone (`flush`).
+
+use std::ops::Range;
+
+use spile_core::{Error, ErrorKind, Extent, Result, ResultExt, Segments, Store, StoreOffset, Via};
+
+use super::Qcow2;
+use super::codec::table::{Cluster, Compressed, SUBCLUSTERS};
+use super::codec::{COPIED, OFFSET_MASK};
+use super::map::entry_error;
+use super::writing::Writing;
+use crate::layer::{Found, Reserved};
+use crate::range_lock::RangeGuard;
+
+/// A part of one cluster: `within` is in bytes from the cluster's start.
+#[derive(Clone, Debug)]
+pub(super) struct Part {
+    pub cluster: u64,
+    pub within: Range<u64>,
+}
+
+/// What the entry of a cluster says, and whether the cluster it points at is this entry's alone.
+struct Old {
+    words: (u64, u64),
+    cluster: Cluster,
+    /// The refcount is 1, and the entry says so.
+    is_own: bool,
+}
+
+impl Old {
+    fn host(&self) -> Option<u64> {
+        match self.cluster {
+            Cluster::Data(host) => Some(host),
+            Cluster::Zero(host) | Cluster::Mixed { host, .. } => host,
+            Cluster::Unallocated | Cluster::Compressed(_) => None,
+        }
+    }
+}
+
+/// A part of a cluster with a place, locked for one write.
+pub struct ClusterReserved<'a, S: Store> {
+    image: &'a Qcow2<S>,
+    part: Part,
+    host: u64,
+    /// `None` for a write in place.
+    new: Option<New<'a>>,
+    _held: RangeGuard<'a>,
+}
+
+/// The change of an entry to come.
+struct New<'a> {
+    writing: &'a Writing,
+    old: Old,
+    words: (u64, u64),
+    /// How many bytes around the part are to be written, too.
+    around: (u64, u64),
+    /// The guest saw something else than zeroes in what changes.
+    needs_sync: bool,
+    /// A cluster of the file that nothing refers to yet.
+    fresh: Option<u64>,
+}
+
+impl Drop for New<'_> {
+    fn drop(&mut self) {
+        // A write to it may be under way still.
+        if let Some(cluster) = self.fresh {
+            self.writing.space().lost.push(cluster);
+        }
+    }
+}
+
+impl<S: Store> Reserved for ClusterReserved<'_, S> {
+    fn offset(&self) -> StoreOffset {
+        StoreOffset(self.host + self.part.within.start)
+    }
+
+    fn around(&self) -> (u64, u64) {
+        self.new.as_ref().map_or((0, 0), |new| new.around)
+    }
+
+    async fn commit(self) -> Result<()> {
+        let Self { image, part, new, .. } = self;
+        let Some(mut new) = new else { return Ok(()) };
+        if new.needs_sync {
+            image.flush_writing(new.writing).await?;
+        }
+        let (at, words) = (image.start_of(part.cluster), new.words);
+        image.change_entry(new.writing, at, &new.old, words).await?;
+        new.fresh = None;
+        Ok(())
+    }
+}
+
+impl<S: Store> Qcow2<S> {
+    fn start_of(&self, cluster: u64) -> u64 {
+        cluster << self.head.header.cluster_bits
+    }
+
+    /// The first part of `extent`: to the end of its cluster at most.
+    pub(super) fn part(&self, extent: Extent) -> Part {
+        let bytes = self.head.header.cluster_bytes();
+        let within = extent.start() % bytes;
+        let end = (within + extent.len_bytes).min(bytes);
+        Part { cluster: extent.start() / bytes, within: within..end }
+    }
+
+    /// The end of a cluster, or of the disk within it.
+    fn end_of(&self, cluster: u64) -> u64 {
+        self.head.header.cluster_bytes().min(self.head.header.size_bytes - self.start_of(cluster))
+    }
+
+    fn is_whole(&self, part: &Part) -> bool {
+        part.within == (0..self.end_of(part.cluster))
+    }
+
+    /// Makes place for the bytes of `part`.
+    pub(super) async fn reserve_part(&self, part: Part) -> Result<ClusterReserved<'_, S>> {
+        let writing = self.writing().await?;
+        let (lock, at) = (part.cluster..part.cluster + 1, self.start_of(part.cluster));
+        {
+            let held = writing.clusters.shared(lock.clone()).await;
+            let words = self.map.entry_of(&self.store, at).await?;
+            if words.0 & COPIED != 0
+                && let Ok(cluster) = self.rules.cluster(words.0, words.1)
+                && let Some(host) = self.in_place(&Old { words, cluster, is_own: true }, &part)
+            {
+                return Ok(ClusterReserved { image: self, part, host, new: None, _held: held });
+            }
+        }
+        let held = writing.clusters.exclusive(lock).await;
+        let old = self.old(writing, at).await?;
+        if let Some(host) = self.in_place(&old, &part) {
+            return Ok(ClusterReserved { image: self, part, host, new: None, _held: held });
+        }
+        self.own_table(writing, at).await?;
+        let (host, new) = self.place(writing, &part, old).await?;
+        Ok(ClusterReserved { image: self, part, host, new: Some(new), _held: held })
+    }
+
+    /// Where the cluster lies, if `part` of it can be written as it is.
+    fn in_place(&self, old: &Old, part: &Part) -> Option<u64> {
+        match old.cluster {
+            Cluster::Data(host) if old.is_own => Some(host),
+            Cluster::Mixed { host: Some(host), allocated, .. } if old.is_own => {
+                let bits = self.touched(part);
+                (allocated & bits == bits).then_some(host)
+            }
+            _ => None,
+        }
+    }
+
+    /// The size of a subcluster as a power of two.
+    fn subcluster_bits(&self) -> u32 {
+        self.head.header.cluster_bits - SUBCLUSTERS.ilog2()
+    }
+
+    /// The subclusters that `part` touches.
+    fn touched(&self, part: &Part) -> u32 {
+        let bits = self.subcluster_bits();
+        let (first, last) = (part.within.start >> bits, (part.within.end - 1) >> bits);
+        (u32::MAX << first) & (u32::MAX >> (31 - last))
+    }
+
+    /// What the entry at `at` says, with what it points at looked at. The caller holds the cluster alone.
+    async fn old(&self, writing: &Writing, at: u64) -> Result<Old> {
+        let in_memory = self.map.entry_of(&self.store, at).await?;
+        let is_proved = in_memory.0 & COPIED != 0;
+        let words = match is_proved || in_memory.0 == 0 {
+            true => in_memory,
+            false => self.map.entry_in_file(&self.store, at).await?,
+        };
+        let cluster =
+            self.rules.cluster(words.0, words.1).map_err(|fault| entry_error("L2", words.0, at, fault)).at_path(self.path())?;
+        let mut old = Old { words, cluster, is_own: is_proved };
+        let (bits, says_own) = (self.head.header.cluster_bits, words.0 & COPIED != 0);
+        if let Cluster::Compressed(place) = cluster {
+            for cluster in clusters_of(place, bits) {
+                self.check_use(writing, cluster).await?;
+            }
+        } else if let Some(host) = old.host().filter(|_| !is_proved) {
+            let count = self.check_use(writing, host >> bits).await?;
+            old.is_own = says_own && count == 1;
+            if old.is_own {
+                self.map.prove(at, words);
+            }
+        }
+        Ok(old)
+    }
+
+    fn path(&self) -> &std::path::Path {
+        self.store.path()
+    }
+
+    /// Checks that guest data may lie in `cluster` of the file. Returns its refcount.
+    async fn check_use(&self, writing: &Writing, cluster: u64) -> Result<u64> {
+        let (is_metadata, count) = {
+            let mut counts = writing.counts.lock().await;
+            (counts.is_metadata(cluster), counts.get(&self.store, cluster).await?)
+        };
+        let offset = self.start_of(cluster);
+        match count {
+            _ if is_metadata => Err(self.corrupt(offset, "guest data are said to lie in a table of the image").await),
+            0 => Err(self.corrupt(offset, "guest data are said to lie in a cluster with the refcount 0").await),
+            _ if offset >= self.store.len_bytes() => {
+                let what = "guest data are said to lie past the end of the file";
+                Err(Error::new(ErrorKind::Corrupt, what).at_path(self.path()).at_offset(offset))
+            }
+            count => Ok(count),
+        }
+    }
+
+    /// The place of a write that changes the entry of its cluster.
+    async fn place<'a>(&self, writing: &'a Writing, part: &Part, old: Old) -> Result<(u64, New<'a>)> {
+        let bits = self.head.header.cluster_bits;
+        if let (Some(host), true) = (old.host(), old.is_own) {
+            return self.place_in_own(writing, part, old, host).await;
+        }
+        let fresh = self.take_cluster(writing).await?;
+        let host = fresh << bits;
+        let end = self.end_of(part.cluster);
+        let all = u64::from(u32::MAX);
+        let new = match old.cluster {
+            // The rest of the cluster is zero already.
+            Cluster::Zero(_) => (all, (0, 0), false),
+            Cluster::Unallocated if !self.has_parent() => (all, (0, 0), false),
+            Cluster::Unallocated if self.rules.extended => {
+                let touched = self.touched(part);
+                (u64::from(touched), self.edges(part, touched, end), true)
+            }
+            Cluster::Mixed { host: None, zero, .. } => {
+                let touched = self.touched(part);
+                let left = u64::from(zero & !touched) << 32;
+                (left | u64::from(touched), self.edges(part, touched, end), true)
+            }
+            _ => (all, (part.within.start, end - part.within.end), true),
+        };
+        let (bitmap, around, needs_sync) = new;
+        let words = (host | COPIED, if self.rules.extended { bitmap } else { 0 });
+        Ok((host, New { writing, old, words, around, needs_sync, fresh: Some(fresh) }))
+    }
+
+    /// The place of a write into a cluster that the entry has for itself, but whose bytes do not count yet, or not all of them.
+    async fn place_in_own<'a>(&self, writing: &'a Writing, part: &Part, old: Old, host: u64) -> Result<(u64, New<'a>)> {
+        let end = self.end_of(part.cluster);
+        let (bitmap, around) = match old.cluster {
+            Cluster::Mixed { allocated, zero, .. } => {
+                let touched = self.touched(part);
+                let left = u64::from(zero & !touched) << 32;
+                (left | u64::from(allocated | touched), self.edges(part, touched & !allocated, end))
+            }
+            // What lies there was not shown.
+            _ => {
+                self.store.zero_range(StoreOffset(host), self.head.header.cluster_bytes()).await?;
+                (u64::from(u32::MAX), (0, 0))
+            }
+        };
+        let words = (host | COPIED, if self.rules.extended { bitmap } else { 0 });
+        Ok((host, New { writing, old, words, around, needs_sync: true, fresh: None }))
+    }
+
+    /// How many bytes before and after `part` belong to subclusters that it touches and that are `new`.
+    fn edges(&self, part: &Part, new: u32, end: u64) -> (u64, u64) {
+        let bits = self.subcluster_bits();
+        let (first, last) = (part.within.start >> bits, (part.within.end - 1) >> bits);
+        let before = if new >> first & 1 == 1 { part.within.start - (first << bits) } else { 0 };
+        let stop = ((last + 1) << bits).min(end);
+        (before, if new >> last & 1 == 1 { stop - part.within.end } else { 0 })
+    }
+
+    pub(super) fn has_parent(&self) -> bool {
+        self.head.backing.is_some()
+    }
+
+    /// Sees that the L2 table for `at` exists and is this map's alone.
+    async fn own_table(&self, writing: &Writing, at: u64) -> Result<()> {
+        let table = self.map.table_of(at);
+        if self.map.l1_entry(table) & COPIED != 0 {
+            return Ok(());
+        }
+        let _alone = self.map.hold_table(table).await;
+        let entry = self.map.l1_entry(table);
+        if entry & COPIED != 0 {
+            return Ok(());
+        }
+        let (bits, offset) = (self.head.header.cluster_bits, entry & OFFSET_MASK);
+        self.rules.l2_table(entry).map_err(|fault| entry_error("L1", entry, at, fault)).at_path(self.path())?;
+        if offset != 0 {
+            let count = writing.counts.lock().await.get(&self.store, offset >> bits).await?;
+            match count {
+                0 => return Err(self.corrupt(offset, "an L2 table has the refcount 0").await),
+                1 => return self.set_table(writing, table, entry, offset | COPIED).await,
+                _ => {}
+            }
+        }
+        let fresh = self.take_cluster(writing).await?;
+        let done = async {
+            if offset != 0 {
+                let bytes = Segments::zeroed(1 << bits);
+                self.store.read_at(StoreOffset(offset), &bytes, Via::Cached).await?;
+                self.store.write_at(StoreOffset(fresh << bits), &bytes, Via::Cached).await?;
+                self.store.sync().await?;
+            }
+            writing.counts.lock().await.add_metadata(fresh);
+            self.set_table(writing, table, entry, fresh << bits | COPIED).await
+        };
+        match done.await {
+            Ok(()) if offset != 0 => writing.give_up(offset >> bits..(offset >> bits) + 1),
+            Ok(()) => {}
+            Err(error) => {
+                writing.space().lost.push(fresh);
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes an L1 entry to the file and to memory. The caller holds the table.
+    async fn set_table(&self, writing: &Writing, table: usize, old: u64, entry: u64) -> Result<()> {
+        let at = self.head.header.l1_offset + table as u64 * 8;
+        let write = async |entry: u64| {
+            self.store.write_at(StoreOffset(at), &Segments::copied(&entry.to_be_bytes()), Via::Cached).await
+        };
+        if let Err(error) = write(entry).await {
+            // It may have taken effect all the same.
+            if write(old).await.is_err() {
+                writing.refuse_writes();
+            }
+            return Err(error.at_offset(at));
+        }
+        self.map.set_l1_entry(table, entry);
+        Ok(())
+    }
+
+    /// Changes an entry, and gives up what the old one pointed at and the new one does not. The caller holds the cluster alone and
+    /// has its table.
+    async fn change_entry(&self, writing: &Writing, at: u64, old: &Old, words: (u64, u64)) -> Result<()> {
+        writing.check(&self.store)?;
+        if let Err(error) = self.map.set_entry(&self.store, at, words, words.0 & COPIED != 0).await {
+            // It may have taken effect all the same, and what is written to the old place later would be lost.
+            if self.map.set_entry(&self.store, at, old.words, old.is_own).await.is_err() {
+                writing.refuse_writes();
+            }
+            return Err(error);
+        }
+        let bits = self.head.header.cluster_bits;
+        let gone = match (old.cluster, old.host()) {
+            (Cluster::Compressed(place), _) => clusters_of(place, bits),
+            (_, Some(host)) if words.0 & OFFSET_MASK != host => host >> bits..(host >> bits) + 1,
+            _ => return Ok(()),
+        };
+        writing.give_up(gone);
+        Ok(())
+    }
+
+    /// Makes `part` read as zeroes. False when that needs a write of zeroes, and nothing was changed.
+    pub(super) async fn zero_part(&self, part: &Part, may_unmap: bool, below_is_zero: bool) -> Result<bool> {
+        let writing = self.writing().await?;
+        self.bound_given_up(writing).await?;
+        let _alone = writing.clusters.exclusive(part.cluster..part.cluster + 1).await;
+        let at = self.start_of(part.cluster);
+        let old = self.old(writing, at).await?;
+        let words = match old.cluster {
+            Cluster::Zero(_) => return Ok(true),
+            Cluster::Unallocated if below_is_zero || !self.has_parent() => return Ok(true),
+            Cluster::Data(host) if old.is_own && !(may_unmap && self.is_whole(part)) => {
+                self.zero_data(part, host, may_unmap).await?;
+                return Ok(true);
+            }
+            _ if self.is_whole(part) => match self.zero_words(&old, may_unmap, below_is_zero) {
+                Some(words) => words,
+                None => return Ok(false),
+            },
+            Cluster::Unallocated | Cluster::Mixed { .. } | Cluster::Data(_) if self.rules.extended => {
+                match self.zero_subclusters(part, &old) {
+                    Some(words) => words,
+                    None => return Ok(false),
+                }
+            }
+            _ => return Ok(false),
+        };
+        self.own_table(writing, at).await?;
+        self.change_entry(writing, at, &old, words).await?;
+        Ok(true)
+    }
+
+    /// The entry of a whole cluster that is zero; `None` where the format has none.
+    fn zero_words(&self, old: &Old, may_unmap: bool, below_is_zero: bool) -> Option<(u64, u64)> {
+        let keeps = old.host().filter(|_| !may_unmap && old.is_own);
+        if below_is_zero && keeps.is_none() {
+            return Some((0, 0));
+        }
+        if self.rules.version < 3 {
+            return None;
+        }
+        let (entry, bitmap) = self.rules.encode(Cluster::Zero(keeps));
+        Some((entry | if keeps.is_some() { COPIED } else { 0 }, bitmap))
+    }
+
+    /// The entry with the subclusters of `part` zero, where these are whole.
+    fn zero_subclusters(&self, part: &Part, old: &Old) -> Option<(u64, u64)> {
+        let size = 1u64 << self.subcluster_bits();
+        let is_end = part.within.end == self.end_of(part.cluster);
+        if !part.within.start.is_multiple_of(size) || !(is_end || part.within.end.is_multiple_of(size)) {
+            return None;
+        }
+        let touched = self.touched(part);
+        let (allocated, zero) = match old.cluster {
+            Cluster::Data(_) => (u32::MAX, 0),
+            Cluster::Mixed { allocated, zero, .. } => (allocated, zero),
+            _ => (0, 0),
+        };
+        let entry = if old.is_own { old.words.0 } else { old.words.0 & !COPIED };
+        Some((entry, u64::from(zero | touched) << 32 | u64::from(allocated & !touched)))
+    }
+
+    async fn zero_data(&self, part: &Part, host: u64, may_unmap: bool) -> Result<()> {
+        let (offset, len) = (StoreOffset(host + part.within.start), part.within.end - part.within.start);
+        match may_unmap && self.store.info().punches {
+            true => self.store.punch_hole(offset, len).await,
+            false => self.store.zero_range(offset, len).await,
+        }
+    }
+
+    /// Frees what can be freed of `part`.
+    pub(super) async fn unmap_part(&self, part: &Part, below_is_zero: bool) -> Result<()> {
+        let writing = self.writing().await?;
+        self.bound_given_up(writing).await?;
+        let _alone = writing.clusters.exclusive(part.cluster..part.cluster + 1).await;
+        let at = self.start_of(part.cluster);
+        let old = self.old(writing, at).await?;
+        let words = match old.cluster {
+            Cluster::Unallocated => return Ok(()),
+            _ if self.is_whole(part) => match self.zero_words(&old, true, below_is_zero) {
+                Some(words) => words,
+                None => return Ok(()),
+            },
+            Cluster::Data(host) if old.is_own && self.store.info().punches => {
+                return self.zero_data(part, host, true).await;
+            }
+            _ => return Ok(()),
+        };
+        if words == old.words {
+            return Ok(());
+        }
+        self.own_table(writing, at).await?;
+        self.change_entry(writing, at, &old, words).await
+    }
+
+    /// The first part of `extent` that may have space in the file.
+    pub(super) fn next_held_part(&self, extent: Extent) -> Option<Extent> {
+        let mut at = extent.start();
+        while at < extent.end() {
+            match self.map.find(at, extent.end() - at) {
+                (Found::Below | Found::Zero, len) => at += len,
+                _ => {
+                    let rest = Extent::from_range(at..extent.end());
+                    let part = self.part(rest);
+                    return Some(Extent::from_range(at..at + (part.within.end - part.within.start)));
+                }
+            }
+        }
+        None
+    }
+}
+
+/// The clusters of the file that compressed data lie in, each of which counts them once.
+fn clusters_of(place: Compressed, bits: u32) -> Range<u64> {
+    place.offset >> bits..((place.offset + place.len_bytes - 1) >> bits) + 1
+}

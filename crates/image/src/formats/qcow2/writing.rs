@@ -1,0 +1,175 @@
+//! What an image that is open for writing has beside its map, and what is done once before its first change.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use spile_core::{Error, ErrorKind, Result, Store};
+
+use super::Qcow2;
+use super::alloc::Space;
+use super::codec::header::feature;
+use super::flush::Flushes;
+use super::open::Head;
+use super::refcounts::Refcounts;
+use crate::grace::Grace;
+use crate::range_lock::RangeLock;
+
+/// Where the header has its incompatible and its autoclear features.
+const INCOMPATIBLE_AT: u64 = 72;
+const AUTOCLEAR_AT: u64 = 88;
+
+/// The state of an image that is open for writing.
+pub(super) struct Writing {
+    /// Locks by guest cluster: shared for a write in place, exclusive where the cluster's entry changes.
+    pub clusters: RangeLock,
+    pub grace: Grace,
+    /// Held while refcounts are looked up or changed. Whoever holds it waits for no other lock of the image.
+    pub counts: async_lock::Mutex<Refcounts>,
+    pub space: Mutex<Space>,
+    pub flushes: Flushes,
+    begun: AtomicBool,
+    beginning: async_lock::Mutex<()>,
+    /// The file may differ from what is in memory, or contradicts itself.
+    broken: AtomicBool,
+    sealed: AtomicBool,
+}
+
+impl Writing {
+    /// Looks at what an image needs to be written.
+    ///
+    /// # Errors
+    /// `Unsupported` for what cannot be written; `Corrupt` for an image that is marked so or whose tables contradict each other; the
+    /// store's.
+    pub(super) async fn open<S: Store>(store: &S, head: &Head, l1: &[u64]) -> Result<Self> {
+        refuse(head)?;
+        let counts = Refcounts::open(store, &head.header, l1).await.map_err(|error| {
+            error.hint("open it for reading only, and check it: spile check; qemu-img check -r all repairs it")
+        })?;
+        Ok(Self {
+            clusters: RangeLock::default(),
+            grace: Grace::default(),
+            counts: async_lock::Mutex::new(counts),
+            space: Mutex::default(),
+            flushes: Flushes::default(),
+            begun: AtomicBool::new(false),
+            beginning: async_lock::Mutex::new(()),
+            broken: AtomicBool::new(false),
+            sealed: AtomicBool::new(false),
+        })
+    }
+
+    /// From now on every write fails, until the image is opened again.
+    pub(super) fn refuse_writes(&self) {
+        self.broken.store(true, Ordering::Release);
+    }
+
+    pub(super) fn seal(&self) {
+        self.sealed.store(true, Ordering::Release);
+    }
+
+    pub(super) fn is_sealed(&self) -> bool {
+        self.sealed.load(Ordering::Acquire)
+    }
+
+    pub(super) fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::Acquire)
+    }
+
+    /// True when the image may have been changed.
+    pub(super) fn has_begun(&self) -> bool {
+        self.begun.load(Ordering::Acquire)
+    }
+
+    /// Refuses a change that may not be made any more.
+    pub(super) fn check<S: Store>(&self, store: &S) -> Result<()> {
+        let what = match (self.is_sealed(), self.is_broken()) {
+            (true, _) => "the image was closed",
+            (_, true) => "the image takes no more writes after an error in its tables; open it again",
+            _ => return Ok(()),
+        };
+        Err(Error::new(ErrorKind::ReadOnly, what).at_path(store.path()))
+    }
+}
+
+/// Refuses what is not written.
+fn refuse(head: &Head) -> Result<()> {
+    let header = &head.header;
+    let (kind, what, hint) = match () {
+        () if header.has(feature::DATA_FILE) => (
+            ErrorKind::Unsupported,
+            "an image with an external data file is not written",
+            "open it for reading only, or convert it",
+        ),
+        () if header.has(feature::CORRUPT) => (
+            ErrorKind::Corrupt,
+            "the image is marked corrupt, and is not written",
+            "open it for reading only, or repair it: qemu-img check -r all",
+        ),
+        () if header.has(feature::DIRTY) => (
+            ErrorKind::Unsupported,
+            "the image is marked dirty: its last writer was killed, and its refcounts may be wrong",
+            "repair it: qemu-img check -r all; then it can be written",
+        ),
+        () => return Ok(()),
+    };
+    Err(Error::new(kind, what).hint(hint))
+}
+
+impl<S: Store> Qcow2<S> {
+    /// The state of writing, ready for a change.
+    ///
+    /// # Errors
+    /// `ReadOnly`; the store's.
+    pub(super) async fn writing(&self) -> Result<&Writing> {
+        let Some(writing) = &self.writing else {
+            return Err(Error::new(ErrorKind::ReadOnly, "the image is open for reading only").at_path(self.store.path()));
+        };
+        writing.check(&self.store)?;
+        if !writing.has_begun() {
+            self.begin_writing(writing).await?;
+        }
+        Ok(writing)
+    }
+
+    /// Once, before the first change: what a killed writer left is made durable, for its clusters may be used again; features that say
+    /// something of the content and that are not kept up are cleared, durably; and the file ends with a whole cluster.
+    #[cold]
+    async fn begin_writing(&self, writing: &Writing) -> Result<()> {
+        let _one = writing.beginning.lock().await;
+        if writing.has_begun() {
+            return Ok(());
+        }
+        let header = &self.head.header;
+        if header.version >= 3 && header.autoclear != 0 {
+            self.write_header(AUTOCLEAR_AT, &[0; 8]).await?;
+        }
+        let len = self.store.len_bytes();
+        let whole = len.next_multiple_of(header.cluster_bytes());
+        if whole > len && self.store.info().grows_zeroed {
+            self.store.set_len(whole).await?;
+            self.map.set_file_bytes(whole);
+        }
+        self.store.sync().await?;
+        writing.begun.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// The error of an image that contradicts itself at `offset`. It is marked corrupt, and takes no more writes.
+    pub(super) async fn corrupt(&self, offset: u64, what: &str) -> Error {
+        if let Some(writing) = &self.writing {
+            let is_first = !writing.is_broken();
+            writing.refuse_writes();
+            if is_first && self.head.header.version >= 3 {
+                let bits = self.head.header.incompatible | feature::CORRUPT;
+                // The image stays as it is when this fails; nothing more is written in either case.
+                if self.write_header(INCOMPATIBLE_AT, &bits.to_be_bytes()).await.is_ok() {
+                    let _ = self.store.sync().await;
+                }
+            }
+        }
+        Error::new(ErrorKind::Corrupt, what)
+            .at_path(self.store.path())
+            .at_offset(offset)
+            .hint("the image takes no more writes; check it: spile check; qemu-img check -r all repairs it")
+    }
+}

@@ -1,0 +1,87 @@
+//! Empty qcow2 images for simulated hosts, in any form that the format has.
+
+use crate::rng::Rng;
+
+/// The form of a qcow2 image, beside its size and that of its clusters.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Form {
+    /// Version 2, without a zero flag.
+    pub is_version_2: bool,
+    /// L2 entries have 128 bits; clusters have 16 KiB or more.
+    pub is_extended: bool,
+    /// The width of a refcount in bits, as a power of two; 4 in version 2.
+    pub refcount_order: u32,
+}
+
+impl Form {
+    /// Draws a form for clusters of `cluster_bytes`.
+    pub fn draw(rng: &mut Rng, cluster_bytes: u32) -> Self {
+        let (is_version_2, extended, order) = (rng.chance(1, 5), rng.chance(1, 2), rng.below(7) as u32);
+        match is_version_2 {
+            true => Self { is_version_2, is_extended: false, refcount_order: 4 },
+            false => {
+                Self { is_version_2, is_extended: extended && cluster_bytes >= 16 << 10, refcount_order: order }
+            }
+        }
+    }
+
+    /// The first bytes of an empty image, which is zero behind them: the header, the refcount table with the blocks that count all of
+    /// it, and the L1 table.
+    pub fn empty_image(&self, size_bytes: u64, cluster_bytes: u32, parent: Option<(&str, &str)>) -> Vec<u8> {
+        let cluster = u64::from(cluster_bytes);
+        let bits = cluster.ilog2();
+        let entry_bits = if self.is_extended { 4 } else { 3 };
+        let l1_entries = size_bytes.div_ceil(1 << (2 * bits - entry_bits)).max(1);
+        let l1_clusters = (l1_entries * 8).div_ceil(cluster);
+        let per_block = 1u64 << (bits + 3 - self.refcount_order);
+        // The header, the refcount table of one cluster, blocks, L1.
+        let mut blocks = 1;
+        while blocks * per_block < 2 + blocks + l1_clusters {
+            blocks += 1;
+        }
+        let used = 2 + blocks + l1_clusters;
+        let mut bytes = vec![0; (used * cluster) as usize];
+        let mut put = |at: u64, value: &[u8]| bytes[at as usize..at as usize + value.len()].copy_from_slice(value);
+        for block in 0..blocks {
+            put(cluster + block * 8, &((2 + block) * cluster).to_be_bytes());
+        }
+        for number in 0..used {
+            let at = 2 * cluster + ((number << self.refcount_order) / 8);
+            match self.refcount_order {
+                0..=2 => {}
+                order => put(at + (1 << (order - 3)) - 1, &[1]),
+            }
+        }
+        put(0, b"QFI\xfb");
+        put(4, &(if self.is_version_2 { 2u32 } else { 3 }).to_be_bytes());
+        put(20, &bits.to_be_bytes());
+        put(24, &size_bytes.to_be_bytes());
+        put(36, &(l1_entries as u32).to_be_bytes());
+        put(40, &((2 + blocks) * cluster).to_be_bytes());
+        put(48, &cluster.to_be_bytes());
+        put(56, &1u32.to_be_bytes());
+        let mut at = 72;
+        if !self.is_version_2 {
+            put(72, &(if self.is_extended { 1u64 << 4 } else { 0 }).to_be_bytes());
+            put(96, &self.refcount_order.to_be_bytes());
+            put(100, &112u32.to_be_bytes());
+            at = 112;
+        }
+        if let Some((name, format)) = parent {
+            put(at, &0xe279_2aca_u32.to_be_bytes());
+            put(at + 4, &(format.len() as u32).to_be_bytes());
+            put(at + 8, format.as_bytes());
+            let name_at = at + 8 + (format.len() as u64).next_multiple_of(8) + 8;
+            put(8, &name_at.to_be_bytes());
+            put(16, &(name.len() as u32).to_be_bytes());
+            put(name_at, name.as_bytes());
+        }
+        if self.refcount_order < 3 {
+            let width = 1u64 << self.refcount_order;
+            for number in 0..used {
+                bytes[(2 * cluster + number * width / 8) as usize] |= 1 << (number * width % 8);
+            }
+        }
+        bytes
+    }
+}
