@@ -116,7 +116,10 @@ fn case_24_and_35_data_in_a_table_or_in_a_free_cluster_are_not_written() {
         let error = block_on(disk.write(extent, &spile_core::Segments::zeroed(512), false)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Corrupt);
         assert_eq!((word(&world, 72), word(&world, 3 * CLUSTER)), (2, l1), "it is marked corrupt, and not written");
-        assert!(block_on(disk.write(Extent::from_range(CLUSTER..CLUSTER + 512), &spile_core::Segments::zeroed(512), false)).is_err());
+        assert!(
+            block_on(disk.write(Extent::from_range(CLUSTER..CLUSTER + 512), &spile_core::Segments::zeroed(512), false))
+                .is_err()
+        );
         assert_eq!(read(&disk, CLUSTER..CLUSTER + 512), [0; 512]);
     }
 }

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use spile_core::{
-    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Files, Io, OpenMode, Result, Segments, Store as _, StoreOffset,
-    Via,
+    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Files, Io, OpenMode, Result, Segments, Store as _,
+    StoreOffset, Via,
 };
 use spile_image::check::Severity;
 use spile_image::formats::vhd::codec::footer::DiskType;
@@ -160,7 +160,9 @@ impl Image {
     async fn params(&self, world: &World, layer: usize) -> Result<CreateParams> {
         let plan = &self.layers[layer];
         let mut params = match plan.kind {
-            Kind::Raw | Kind::Fixed | Kind::Qcow2 | Kind::Qcow2Chain => CreateParams::new(DiskType::Fixed, plan.size_bytes),
+            Kind::Raw | Kind::Fixed | Kind::Qcow2 | Kind::Qcow2Chain => {
+                CreateParams::new(DiskType::Fixed, plan.size_bytes)
+            }
             Kind::Dynamic => CreateParams::new(DiskType::Dynamic, plan.size_bytes),
             Kind::Chain => {
                 let parent = self.chain(world, layer - 1, true).await?.layers().swap_remove(0);
@@ -187,8 +189,8 @@ impl Image {
             true => world.install_device(&path, plan.device_bytes()),
             false => world.install_empty(&path, 0),
         }
-        let parent = (plan.kind == Kind::Qcow2Chain)
-            .then(|| (self.name(layer - 1), self.layers[layer - 1].kind.extension().1));
+        let parent =
+            (plan.kind == Kind::Qcow2Chain).then(|| (self.name(layer - 1), self.layers[layer - 1].kind.extension().1));
         let parent = parent.as_ref().map(|(name, format)| (name.as_str(), *format));
         let bytes = plan.form.empty_image(plan.size_bytes, plan.block_bytes, parent);
         let store = world.files().open(&path.into(), OpenMode::ReadWrite).await?;

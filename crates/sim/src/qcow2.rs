@@ -19,9 +19,7 @@ impl Form {
         let (is_version_2, extended, order) = (rng.chance(1, 5), rng.chance(1, 2), rng.below(7) as u32);
         match is_version_2 {
             true => Self { is_version_2, is_extended: false, refcount_order: 4 },
-            false => {
-                Self { is_version_2, is_extended: extended && cluster_bytes >= 16 << 10, refcount_order: order }
-            }
+            false => Self { is_version_2, is_extended: extended && cluster_bytes >= 16 << 10, refcount_order: order },
         }
     }
 

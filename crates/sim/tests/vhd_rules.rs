@@ -7,8 +7,8 @@ use spile_core::Via;
 use spile_sim::explore::{Finding, Options, Summary, explore};
 use spile_sim::faults::{Choice, How, Sabotage, Touch};
 use spile_sim::image::{Image, Kind, LayerPlan};
-use spile_sim::qcow2::Form;
 use spile_sim::plan::{Life, Plan, Weights};
+use spile_sim::qcow2::Form;
 use spile_sim::regions::{Part, empties_batmap, part_of};
 use spile_sim::seeds::{Mode, run_seed};
 

@@ -233,7 +233,6 @@ impl Format {
             _ => Ok(()),
         }
     }
-
 }
 
 impl<S: Store> AnyLayer<S> {

@@ -241,7 +241,7 @@ async fn take_all(files: &HostFiles, disks: Vec<Offline>) -> Result<Vec<Made<Hos
 /// As [`run`] and `spile create`.
 pub fn clone(args: &CloneArgs) -> Result<Exit> {
     let format = Format::of(&args.child, None)?;
-    if !has_parents(format) {
+    if !format.about().has_parents {
         let error = Error::new(ErrorKind::InvalidInput, format!("a {format} disk has no parent, so it is no clone"));
         return Err(error
             .at_path(&args.child)
@@ -296,11 +296,6 @@ pub fn clone(args: &CloneArgs) -> Result<Exit> {
         say(format_args!("{} is a parent now: Spile does not write to it any more", cloned.parent_path));
     }
     Ok(Exit::Ok)
-}
-
-/// True when a new image of this format can be a child.
-fn has_parents(format: Format) -> bool {
-    format.about().has_parents
 }
 
 /// True for a disk that its server may write.

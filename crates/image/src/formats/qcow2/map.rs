@@ -11,8 +11,8 @@ use super::codec::header::Header;
 use super::codec::table::{Cluster, Compressed, EntryFault, Rules, SUBCLUSTERS, decode};
 use super::codec::{COPIED, OFFSET_MASK};
 use super::slices::{Entries, Slices};
-use crate::layer::{EncodedUnit, Found, MapPiece};
 use crate::formats::OpenLayer;
+use crate::layer::{EncodedUnit, Found, MapPiece};
 use crate::range_lock::{RangeGuard, RangeLock};
 
 /// The most of an L2 table that is read at once, as a power of two: 4 KiB.
@@ -346,13 +346,7 @@ impl Map {
 
     /// Writes the L2 entry for guest offset `at`, whose table exists and is this map's alone, to the file and then to memory; there with
     /// COPIED only if `is_own`, when the refcount is known to be 1. The caller keeps others from changing it.
-    pub(super) async fn set_entry<S: Store>(
-        &self,
-        store: &S,
-        at: u64,
-        words: (u64, u64),
-        is_own: bool,
-    ) -> Result<()> {
+    pub(super) async fn set_entry<S: Store>(&self, store: &S, at: u64, words: (u64, u64), is_own: bool) -> Result<()> {
         let slice = at >> self.coverage_bits;
         let _held = self.loads.shared(slice..slice + 1).await;
         let offset = self.entry_offset(at)?;

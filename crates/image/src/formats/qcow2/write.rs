@@ -180,8 +180,11 @@ impl<S: Store> Qcow2<S> {
             true => in_memory,
             false => self.map.entry_in_file(&self.store, at).await?,
         };
-        let cluster =
-            self.rules.cluster(words.0, words.1).map_err(|fault| entry_error("L2", words.0, at, fault)).at_path(self.path())?;
+        let cluster = self
+            .rules
+            .cluster(words.0, words.1)
+            .map_err(|fault| entry_error("L2", words.0, at, fault))
+            .at_path(self.path())?;
         let mut old = Old { words, cluster, is_own: is_proved };
         let (bits, says_own) = (self.head.header.cluster_bits, words.0 & COPIED != 0);
         if let Cluster::Compressed(place) = cluster {

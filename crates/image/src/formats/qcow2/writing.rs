@@ -122,7 +122,9 @@ impl<S: Store> Qcow2<S> {
     /// `ReadOnly`; the store's.
     pub(super) async fn writing(&self) -> Result<&Writing> {
         let Some(writing) = &self.writing else {
-            return Err(Error::new(ErrorKind::ReadOnly, "the image is open for reading only").at_path(self.store.path()));
+            return Err(
+                Error::new(ErrorKind::ReadOnly, "the image is open for reading only").at_path(self.store.path())
+            );
         };
         writing.check(&self.store)?;
         if !writing.has_begun() {

@@ -138,7 +138,9 @@ impl<S: Store> Layer<S> for Vhd<S> {
     async fn zero(&self, part: Extent, may_unmap: bool, below_is_zero: bool) -> Result<bool> {
         match self {
             Self::Fixed(_, raw) => raw.zero(part, may_unmap, below_is_zero).await,
-            Self::Sparse(sparse) => sparse.zero_part(&sparse.block_part(part), may_unmap, below_is_zero).await.map(|()| true),
+            Self::Sparse(sparse) => {
+                sparse.zero_part(&sparse.block_part(part), may_unmap, below_is_zero).await.map(|()| true)
+            }
         }
     }
 
