@@ -153,6 +153,7 @@ impl Parents {
     /// `Exists` for a name that another image has; `Shutdown` when the job is to end; the system's. What is whole stays.
     pub async fn have<F: Files>(&self, work: &Work<'_, F>, source: &GraphOf<F>, status: &Status) -> Result<Held<F>> {
         self.remove_hidden(work.files).await?;
+        status.set_parents(0, self.names.len());
         let there = self.first_there(work).await.unwrap_or(self.names.len());
         let copier = Copier { work, parents: self, source, lanes: Lanes::new(work) };
         copier.set_total().await;
