@@ -106,18 +106,6 @@ def spile(*command, ok=True, **options):
     return run(spile_binary(), *command, ok=ok, **options)
 
 
-def spile_once_free(*command):
-    """Runs `spile` on a disk whose server was just killed: its lock is held until its last request has ended."""
-    end = time.monotonic() + LIMIT_S
-    while True:
-        done = spile(*command, ok=None)
-        if b"in use by another process" not in done.stderr or time.monotonic() > end:
-            break
-        time.sleep(0.05)
-    if done.returncode != 0:
-        raise AssertionError(f"{command}: exit code {done.returncode}\n{text(done.stderr)}")
-
-
 def spile_json(*command):
     """The JSON that `spile … --json` prints."""
     return json.loads(spile(*command, "--json").stdout)

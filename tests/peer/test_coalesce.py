@@ -8,7 +8,7 @@ import time
 
 from support import (
     KIB, LIMIT_S, MIB, PeerTest, STANDIN, apply_change, check, need, need_module, overwrite_some, run, spile,
-    spile_json, spile_once_free,
+    spile_json,
 )
 
 SIZE_BYTES = 96 * MIB
@@ -139,7 +139,7 @@ class Coalesce(PeerTest):
                 server.kill()
                 client.join(LIMIT_S)
                 self.assertTrue(self.note().exists(), "the job has ended too soon to be killed")
-                spile_once_free("info", self.path("disk.vhd"))
+                spile("info", self.path("disk.vhd"))
                 continue
             spile("job", "disk", "rate", "none")
             self.wait_for_job(server)

@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 
-from support import LIMIT_S, PeerTest, STANDIN, check, need, need_module, run, spile, spile_json, spile_once_free
+from support import LIMIT_S, PeerTest, STANDIN, check, need, need_module, run, spile, spile_json
 from test_coalesce import Writer
 
 
@@ -88,7 +88,7 @@ class Move(PeerTest):
                 self.assertEqual(server.stop(), 0)
                 done += 1
             if self.where().exists():
-                spile_once_free("info", self.where())
+                spile("info", self.where())
         self.assertGreaterEqual(done, 10)
         self.assertGreater(writer.writes, 100)
         server = self.serve(self.where())

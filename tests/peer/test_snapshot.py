@@ -5,7 +5,7 @@ import shutil
 import threading
 import time
 
-from support import LIMIT_S, MIB, PeerTest, STANDIN, check, run, spile, spile_json, spile_once_free
+from support import LIMIT_S, MIB, PeerTest, STANDIN, check, run, spile, spile_json
 from test_coalesce import Writer
 
 SIZE_BYTES = 16 * MIB
@@ -101,7 +101,7 @@ class Snapshots(PeerTest):
                 server.kill()
                 work.join(LIMIT_S)
             # The first command that writes to the disk waits for the lock of the process that was killed.
-            spile_once_free("info", disk)
+            spile("info", disk)
             for name, least, most in frozen:
                 content = self.read(self.path(f"{name}.vhd"))
                 self.assertTrue(writer.find(content, least, most), f"{name} holds no moment of its making")

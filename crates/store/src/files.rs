@@ -11,6 +11,7 @@ use spile_engine::{FileKey, run_blocking};
 use crate::file::{FileId, FileStore};
 use crate::memory::{MemStore, NullStore};
 use crate::nbd::NbdStore;
+use crate::openers::once_free;
 use crate::times::FileTimes;
 
 /// What [`Via::Direct`] means for a file.
@@ -192,7 +193,7 @@ impl Files for OsFiles {
         match at {
             Locator::Path(path) => {
                 let files = *self;
-                blocking(path, move |path| files.open_file(path, mode)).await
+                once_free(path, async || blocking(path, move |path| files.open_file(path, mode)).await).await
             }
             Locator::Null(len_bytes) => Ok(AnyStore::Null(NullStore::new(*len_bytes))),
             Locator::Mem(len_bytes) => Ok(AnyStore::Mem(MemStore::new(*len_bytes))),

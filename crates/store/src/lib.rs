@@ -2,7 +2,7 @@
 //! nowhere ([`NullStore`]).
 //!
 //! [`AnyStore`] is any of them. [`OsFiles`] opens them by their locators, and creates, renames and removes files. [`MeteredStore`]
-//! counts what goes to a store.
+//! counts what goes to a store. [`openers`]: which processes have a file open, and a wait for those that are about to let go of it.
 //!
 //! Operations run on the worker of the engine that polls them, and panic elsewhere, unless the store is in memory.
 #![forbid(unsafe_code)]
@@ -15,6 +15,7 @@ mod held;
 mod memory;
 mod metered;
 mod nbd;
+pub mod openers;
 mod sync_gate;
 mod times;
 

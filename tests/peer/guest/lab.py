@@ -9,7 +9,7 @@ import shutil
 
 from kernel import initramfs
 from machine import root_image
-from support import MIB, STANDIN, chain, check, run, sha256, spile_once_free, write_scattered
+from support import MIB, STANDIN, chain, check, run, sha256, spile, write_scattered
 from vhost import PLACES, Sockets, VhostMachine, VhostServer, wait_until
 
 ROOT_BYTES = 512 * MIB
@@ -148,7 +148,7 @@ class Lab:
         if STANDIN:
             shutil.copy(self.disks[name], copy)
         else:
-            spile_once_free("convert", self.disks[name], copy)
+            spile("convert", self.disks[name], copy)
         return copy
 
 

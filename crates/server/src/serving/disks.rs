@@ -10,6 +10,7 @@ use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph, GraphLayer, OpenOptions};
 use spile_life::motion::Move;
 use spile_node::{Node, Policy, Shape, Troubles};
+use spile_store::openers::BUSY_PATIENCE;
 use spile_store::{CacheMode, FileId, HostStore};
 
 use super::api::types::Layer;
@@ -26,8 +27,6 @@ use crate::disks::{self, DiskSpec};
 use crate::jobs::Access;
 use crate::tuned::ShapeChoice;
 
-/// How long a busy disk is waited for.
-const BUSY_PATIENCE: Duration = Duration::from_secs(5);
 /// The time between two tries to open a busy disk.
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
 

@@ -12,7 +12,7 @@ use spile_engine::OsEnv;
 use spile_image::{Format, MAX_LAYERS, describe};
 use spile_life::names;
 use spile_server::serving::api::discovery;
-use spile_store::{CacheMode, FileId, OsFiles};
+use spile_store::{CacheMode, FileId, OsFiles, openers};
 use utoipa::ToSchema;
 
 use super::snapshot::find;
@@ -289,7 +289,8 @@ fn family_of(images: Vec<TreeImage>, path: &str) -> Vec<TreeImage> {
 fn note_users(folder: &Path, images: &mut [TreeImage]) {
     let id = |path: &str| std::fs::metadata(path).ok().map(|stat| FileId::of(&stat));
     let served = discovery::servers().unwrap_or_default();
-    let openers = openers(folder);
+    let openers = openers::in_folder(folder).into_iter();
+    let openers: Vec<_> = openers.filter_map(|(file, pid)| Some((file, Opener::of(pid)?))).collect();
     for image in images {
         let id = id(&image.path);
         image.open_by =
@@ -301,34 +302,15 @@ fn note_users(folder: &Path, images: &mut [TreeImage]) {
 
 /// The processes of this host that have the file at `path` open, this one left out.
 pub(super) fn openers_of(path: &Path) -> Vec<Opener> {
-    let (Ok(real), Ok(stat)) = (path.canonicalize(), path.metadata()) else { return Vec::new() };
-    let id = FileId::of(&stat);
-    let found = openers(real.parent().unwrap_or(Path::new("/"))).into_iter();
-    found.filter(|(file, _)| *file == id).map(|(_, opener)| opener).collect()
+    openers::of_file(path).into_iter().filter_map(Opener::of).collect()
 }
 
-/// The processes of this host that have files of `folder` open, this one left out.
-fn openers(folder: &Path) -> Vec<(FileId, Opener)> {
-    let mut found = Vec::new();
-    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
-    for process in processes {
-        let name = process.file_name();
-        let Some(pid) = name.to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
-        if pid == std::process::id() {
-            continue;
-        }
-        let program = std::fs::read_to_string(process.path().join("comm")).unwrap_or_default().trim().to_owned();
-        for link in std::fs::read_dir(process.path().join("fd")).into_iter().flatten().flatten() {
-            // Only files of the folder are looked at: others may lie on a file server that does not answer.
-            let is_here = std::fs::read_link(link.path()).is_ok_and(|path| path.starts_with(folder));
-            let Some(stat) = is_here.then(|| std::fs::metadata(link.path()).ok()).flatten() else { continue };
-            let opener = (FileId::of(&stat), Opener { pid, program: program.clone() });
-            if !found.contains(&opener) {
-                found.push(opener);
-            }
-        }
+impl Opener {
+    /// The process of this number; `None` for this one.
+    fn of(pid: u32) -> Option<Self> {
+        let program = || std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim().to_owned();
+        (pid != std::process::id()).then(|| Self { pid, program: program() })
     }
-    found
 }
 
 fn line(image: &TreeImage) -> String {
