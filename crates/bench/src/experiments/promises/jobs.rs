@@ -1,5 +1,6 @@
 //! The lines on jobs: several merges at a time, one that is killed, a backup whose target hangs, and what changes at once.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
@@ -97,8 +98,7 @@ pub(super) fn killed_merge(world: &World) -> Result<Seen> {
     let half = half.ok_or_else(|| Error::new(ErrorKind::TimedOut, "the merge does not come to its middle"))?;
     // Killed, not ended.
     drop(live);
-    let begun = Instant::now();
-    let mut live = Live::start(world.sockets, &[disk], None)?;
+    let (mut live, begun) = next_server(world, &disk)?;
     let id = live.last_job()?.id;
     if live.wait_for(&id, PATIENCE, |job| job.total_bytes > 0)?.is_none() {
         return Err(Error::new(ErrorKind::TimedOut, "the merge does not go on"));
@@ -113,6 +113,20 @@ pub(super) fn killed_merge(world: &World) -> Result<Seen> {
         (Figure::KilledMergeAgainS, again_bytes as f64 / SLOW_BYTES_PER_S as f64),
         (Figure::KilledMergeGoesOnMs, goes_on_ms),
     ])
+}
+
+/// The server after one that was killed, and when it was started. The kernel may have the files of the killed one locked for some
+/// seconds, so several may have to be tried.
+fn next_server(world: &World, disk: &PathBuf) -> Result<(Live, Instant)> {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let begun = Instant::now();
+        match Live::start(world.sockets, std::slice::from_ref(disk), None) {
+            Ok(live) => return Ok((live, begun)),
+            Err(error) if begun > end => return Err(error),
+            Err(_) => {}
+        }
+    }
 }
 
 /// A disk whose backup's target stops answering, beside the same disk without a backup.
