@@ -10,6 +10,7 @@ mod summary;
 
 pub mod backup;
 pub mod changes;
+mod checkpoints;
 pub mod exec;
 pub mod explore;
 pub mod faults;

@@ -1,6 +1,5 @@
 //! The jobs of [`super`], and those who meddle with them.
 
-use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -79,7 +78,7 @@ impl Host {
         }
         crate::exec::spawn_beside(Box::pin(self.clone().watch(job.clone())));
         let (files, env, timer): (_, Arc<dyn Env>, _) = (self.world.files(), self.world.env(), Turns::of_time());
-        let marked = Marked { of: &self.tracking, node, carrying: RefCell::default() };
+        let marked = Marked::new(&self.tracking, node);
         let work = Work {
             files: &files,
             asking: &files,

@@ -5,14 +5,17 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use async_lock::{Mutex, MutexGuardArc};
 use spile_core::{Disk, Error, ErrorKind, Extent, Files, Result, Store, Timer};
 use spile_image::Graph;
 use spile_life::changes::header::{Grain, Stamp};
-use spile_life::changes::{Broken, Changes, Found, Surroundings};
-use spile_life::{Later, Marks, names};
+use spile_life::changes::{Broken, Changes, Found, Packed, Surroundings, is_hidden};
+use spile_life::{Later, Marks, Put, names};
 use spile_node::Node;
 
-use crate::store::SimFiles;
+use crate::checkpoints::{Action, Asked, Checkpoints};
+use crate::rng::Rng;
+use crate::store::{SimFiles, SimStore};
 use crate::turns::Turns;
 use crate::world::World;
 
@@ -22,51 +25,75 @@ pub(crate) struct Tracking {
     pub broken: Broken,
     /// The changed blocks of the life that is under way, or of the one before.
     pub tracker: RefCell<Option<Arc<Changes<SimFiles>>>>,
+    /// Whoever makes or removes checkpoints, or takes them to another place, has this.
+    pub turn: RefCell<Arc<Mutex<()>>>,
+    /// What is known of those that users make.
+    pub checkpoints: Checkpoints,
 }
 
 /// A disk and what is noted of its changes.
 pub(crate) struct Marked<'a, S: Store> {
     pub of: &'a Tracking,
     pub node: &'a Node<Graph<S>>,
-    /// What is beside another image, too, and the name of its last checkpoint.
-    pub carrying: RefCell<Option<(Changes<SimFiles>, Option<String>)>>,
+    /// What is beside another image, too, and the name of its last checkpoint. Nobody makes or removes one meanwhile.
+    carrying: RefCell<Option<(Changes<SimFiles>, Option<String>, MutexGuardArc<()>)>>,
+    /// What is to be sent to another host, and who makes or removes checkpoints until it has got there.
+    packed: RefCell<Option<Packed<SimStore>>>,
+    held: RefCell<Option<MutexGuardArc<()>>>,
+}
+
+/// What surrounds the changed blocks of a disk of `world`.
+pub(crate) fn around(world: &World, broken: Broken) -> Surroundings<SimFiles> {
+    let timer: Arc<dyn Timer> = Arc::new(Turns::of_time());
+    Surroundings { files: world.files(), env: world.env(), timer, alarm: |_, _| {}, broken }
+}
+
+/// What the image at `path` looks like: which file it is.
+pub(crate) fn found_at(world: &World, path: &Path) -> Found {
+    let number = world.file_number(path).unwrap_or_default();
+    Found { stamp: Stamp([number as u8; 32]), is_written_behind: false, mount_id: 1 }
+}
+
+/// Which files these are, and a hash of what they hold: a host tells less, the times of the last writes.
+pub(crate) fn look_of(world: &World, paths: &[PathBuf]) -> Option<String> {
+    let one = |path: &PathBuf| {
+        let (number, content) = (world.file_number(path)?, world.view(path)?);
+        let mut page = [0; 4096];
+        let mut hash = content.len();
+        for at in (0..content.len()).step_by(page.len()) {
+            content.read(at, &mut page);
+            hash = page.iter().fold(hash, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01B3));
+        }
+        Some(format!("{number} {hash:x}"))
+    };
+    paths.iter().map(one).collect::<Option<Vec<_>>>().map(|all| all.join(" / "))
 }
 
 impl Tracking {
+    /// Nothing is noted yet.
+    pub fn new(world: World, broken: Broken) -> Self {
+        let (tracker, turn, checkpoints) = Default::default();
+        Self { world, broken, tracker, turn, checkpoints }
+    }
+
+    pub(super) async fn turn(&self) -> MutexGuardArc<()> {
+        let turn = self.turn.borrow().clone();
+        turn.lock_arc().await
+    }
+
     fn around(&self) -> Surroundings<SimFiles> {
-        let timer: Arc<dyn Timer> = Arc::new(Turns::of_time());
-        Surroundings { files: self.world.files(), env: self.world.env(), timer, alarm: |_, _| {}, broken: self.broken }
+        around(&self.world, self.broken)
     }
 
-    /// What the image of `graph` looks like: which file it is.
     fn found<S: Store>(&self, graph: &Graph<S>) -> Found {
-        self.found_at(graph.handles()[0].path())
-    }
-
-    fn found_at(&self, image: &Path) -> Found {
-        let number = self.world.file_number(image).unwrap_or_default();
-        Found { stamp: Stamp([number as u8; 32]), is_written_behind: false, mount_id: 1 }
-    }
-
-    /// Which files these are, and a hash of what they hold: a host tells less, the times of the last writes.
-    fn look(&self, paths: &[PathBuf]) -> Option<String> {
-        let one = |path: &PathBuf| {
-            let (number, content) = (self.world.file_number(path)?, self.world.view(path)?);
-            let mut page = [0; 4096];
-            let mut hash = content.len();
-            for at in (0..content.len()).step_by(page.len()) {
-                content.read(at, &mut page);
-                hash = page.iter().fold(hash, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01B3));
-            }
-            Some(format!("{number} {hash:x}"))
-        };
-        paths.iter().map(one).collect::<Option<Vec<_>>>().map(|all| all.join(" / "))
+        found_at(&self.world, graph.handles()[0].path())
     }
 
     /// Opens what lies beside the disk that was just opened.
     pub async fn open<S: Store>(&self, node: &Node<Graph<S>>) {
         let graph = node.graph().await;
         let disk = graph.handles()[0].path().to_owned();
+        self.turn.take();
         let before = self.tracker.take();
         if before.as_ref().and_then(|before| before.loss()).is_some_and(|loss| !loss.is_void) {
             // An operator does that: the alarm says so.
@@ -81,6 +108,63 @@ impl Tracking {
         }
     }
 
+    /// The changed blocks of the disk, for a new checkpoint: there may be none yet.
+    async fn made<S: Store>(&self, node: &Node<Graph<S>>) -> Result<Arc<Changes<SimFiles>>> {
+        let known = self.tracker.borrow().clone().filter(|changes| changes.loss().is_none());
+        if let Some(changes) = known {
+            return Ok(changes);
+        }
+        let graph = node.graph().await;
+        let (disk, bytes) = (graph.handles()[0].path(), node.size_bytes());
+        let grain = Grain { block_bytes: 4096, area_bytes: 16 << 10 };
+        let made = Arc::new(Changes::create(self.around(), disk, bytes, grain, self.found(&graph)).await?);
+        *self.tracker.borrow_mut() = Some(made.clone());
+        Ok(made)
+    }
+
+    /// Users make and remove checkpoints, and ask what has changed since, so many times, for as long as the disk is on this host.
+    pub async fn be_used<S: Store>(
+        &self,
+        node: &Node<Graph<S>>,
+        (times, mut rng): (u64, Rng),
+        has_failed: &dyn Fn() -> bool,
+        is_here: &dyn Fn() -> bool,
+    ) {
+        let disk = Asked { node, tracker: &|| self.tracker.borrow().clone(), has_failed, is_far: false };
+        for _ in 0..times {
+            let action = Checkpoints::next(&mut rng).await;
+            let turn = self.turn().await;
+            if !is_here() {
+                return;
+            }
+            let known = self.tracker.borrow().clone();
+            match action {
+                Action::Make => match self.made(node).await {
+                    Ok(changes) => self.checkpoints.make(&disk, &changes).await,
+                    Err(error) => assert!(has_failed(), "nothing can be noted, without a fault: {error:?}"),
+                },
+                Action::Remove => {
+                    if let Some(changes) = known {
+                        self.checkpoints.remove(&disk, &changes, &mut rng).await;
+                    }
+                }
+                Action::Check => {
+                    drop(turn);
+                    self.checkpoints.check(&disk).await;
+                }
+            }
+        }
+    }
+
+    /// Compares what is known of the checkpoints with what there is. `is_new`: the disk was just opened.
+    pub async fn check<S: Store>(&self, node: &Node<Graph<S>>, is_new: bool, has_failed: &dyn Fn() -> bool) {
+        let disk = Asked { node, tracker: &|| self.tracker.borrow().clone(), has_failed, is_far: false };
+        match is_new {
+            true => self.checkpoints.look(&disk).await,
+            false => self.checkpoints.check(&disk).await,
+        }
+    }
+
     /// Closes them in order, after the disk of `graph`.
     pub async fn close<S: Store>(&self, graph: &Graph<S>) -> Result<()> {
         let Some(changes) = self.tracker.borrow().clone() else { return Ok(()) };
@@ -92,24 +176,32 @@ impl Tracking {
     }
 }
 
+impl<'a, S: Store> Marked<'a, S> {
+    pub fn new(of: &'a Tracking, node: &'a Node<Graph<S>>) -> Self {
+        let (carrying, packed, held) = Default::default();
+        Self { of, node, carrying, packed, held }
+    }
+
+    async fn end_one(&self, name: &str) -> Result<()> {
+        let Some(changes) = self.of.tracker.borrow().clone() else { return Ok(()) };
+        match changes.remove(self.node, name).await {
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            removed => removed?,
+        }
+        if changes.names().await.0.is_empty() {
+            changes.leave().await?;
+            self.of.tracker.take();
+        }
+        Ok(())
+    }
+}
+
 impl<S: Store> Marks for Marked<'_, S> {
     fn begin<'a>(&'a self, name: &'a str) -> Later<'a, ()> {
         Box::pin(async move {
-            self.end(name).await?;
-            let known = self.of.tracker.borrow().clone().filter(|changes| changes.loss().is_none());
-            let changes = match known {
-                Some(changes) => changes,
-                None => {
-                    let graph = self.node.graph().await;
-                    let (disk, bytes) = (graph.handles()[0].path(), self.node.size_bytes());
-                    let grain = Grain { block_bytes: 4096, area_bytes: 16 << 10 };
-                    let made = Changes::create(self.of.around(), disk, bytes, grain, self.of.found(&graph)).await?;
-                    let made = Arc::new(made);
-                    *self.of.tracker.borrow_mut() = Some(made.clone());
-                    made
-                }
-            };
-            changes.checkpoint(self.node, name).await
+            let _turn = self.of.turn().await;
+            self.end_one(name).await?;
+            self.of.made(self.node).await?.checkpoint(self.node, name).await
         })
     }
 
@@ -126,43 +218,83 @@ impl<S: Store> Marks for Marked<'_, S> {
 
     fn end<'a>(&'a self, name: &'a str) -> Later<'a, ()> {
         Box::pin(async move {
-            let Some(changes) = self.of.tracker.borrow().clone() else { return Ok(()) };
-            match changes.remove(self.node, name).await {
-                Err(error) if error.kind() == ErrorKind::NotFound => {}
-                removed => removed?,
-            }
-            if changes.names().await.0.is_empty() {
-                changes.leave().await?;
-                self.of.tracker.take();
-            }
-            Ok(())
+            let _turn = self.of.turn().await;
+            self.end_one(name).await
         })
     }
 
     fn rename<'a>(&'a self, name: &'a str, to: &'a str) -> Later<'a, ()> {
         Box::pin(async move {
-            self.end(to).await?;
+            let _turn = self.of.turn().await;
             let changes = self.of.tracker.borrow().clone();
-            changes.ok_or_else(|| Error::new(ErrorKind::NotFound, "nothing is noted"))?.rename(name, to).await
+            let changes = changes.ok_or_else(|| Error::new(ErrorKind::NotFound, "nothing is noted"))?;
+            match changes.names().await.0.iter().any(|known| known == to) {
+                true => changes.replace(self.node, to, name).await,
+                false => changes.rename(name, to).await,
+            }
+        })
+    }
+
+    fn names(&self) -> Later<'_, Vec<String>> {
+        Box::pin(async move {
+            let changes = self.of.tracker.borrow().clone();
+            match changes {
+                Some(changes) => Ok(changes.names().await.0.into_iter().filter(|name| is_hidden(name)).collect()),
+                None => Ok(Vec::new()),
+            }
+        })
+    }
+
+    fn pack<'a>(&'a self, since: Option<&'a str>, goes: bool) -> Later<'a, Option<u64>> {
+        Box::pin(async move {
+            let turn = self.of.turn().await;
+            let known = self.of.tracker.borrow().clone().filter(|changes| changes.loss().is_none());
+            let Some(changes) = known else { return Ok(None) };
+            let packed = changes.pack(self.node.size_bytes(), since, goes).await?;
+            let len_bytes = packed.as_ref().map(Packed::len_bytes);
+            self.held.replace(len_bytes.map(|_| turn));
+            self.packed.replace(packed);
+            Ok(len_bytes)
+        })
+    }
+
+    fn send<'a>(&'a self, put: Put<'a>) -> Later<'a, ()> {
+        Box::pin(async move {
+            let packed = self.packed.take();
+            match packed {
+                Some(packed) => packed.send(put).await,
+                None => Ok(()),
+            }
         })
     }
 
     fn carry<'a>(&'a self, half: &'a Path, to: &'a Path, since: Option<&'a str>) -> Later<'a, bool> {
         Box::pin(async move {
+            let turn = self.of.turn().await;
             let known = self.of.tracker.borrow().clone().filter(|changes| changes.loss().is_none());
             let Some(changes) = known else { return Ok(false) };
-            let found = self.of.found_at(half);
+            if since.is_none() && changes.names().await.0.iter().all(|name| is_hidden(name)) {
+                return Ok(false);
+            }
+            let found = found_at(&self.of.world, half);
             let new = changes.carry(self.of.around(), self.node, (to, found), since).await?;
-            self.carrying.replace(Some((new, since.map(str::to_owned))));
+            self.carrying.replace(Some((new, since.map(str::to_owned), turn)));
             Ok(true)
         })
     }
 
     fn carried<'a>(&'a self, is_there: bool) -> Later<'a, ()> {
         Box::pin(async move {
+            let was_sent = self.packed.take().is_none() && self.held.borrow().is_some();
+            let _turn = self.held.take();
             let carrying = self.carrying.take();
             let known = self.of.tracker.borrow().clone();
-            let (Some((new, since)), Some(old)) = (carrying, known) else { return Ok(()) };
+            let Some(old) = known else { return Ok(()) };
+            if is_there && was_sent {
+                // Whoever opens an image of this host next knows nothing of the disk's changes.
+                old.note_image(Stamp([0xff; 32])).await?;
+            }
+            let Some((new, since, _turn)) = carrying else { return Ok(()) };
             if !is_there {
                 return old.left_behind(self.node, new).await;
             }
@@ -173,6 +305,6 @@ impl<S: Store> Marks for Marked<'_, S> {
     }
 
     fn look<'a>(&'a self, paths: &'a [PathBuf]) -> Later<'a, Option<String>> {
-        Box::pin(async move { Ok(self.of.look(paths)) })
+        Box::pin(async move { Ok(look_of(&self.of.world, paths)) })
     }
 }

@@ -8,6 +8,7 @@
 //!   all that was acknowledged. When a process has ended between the two names, the next open of the old path takes that back.
 //! - **A move that is done has its disk at the new path**, and one that has failed at the old one. Then nothing half-made is left.
 //! - **What a half holds is taken up only as far as it is durable there**, and only when it is that half: all that has changed since is copied anew.
+//! - **What is said to have changed since a checkpoint misses nothing**, wherever the disk is ([`crate::checkpoints`]).
 //! - **Work that was interrupted comes to its end** in the lives after, without anybody but the note beside the disk.
 
 pub(crate) mod job;
@@ -27,6 +28,7 @@ use spile_node::Node;
 
 pub use spile_image::Broken;
 
+use crate::checkpoints::Checkpoints;
 use crate::exec::{Ended, Executor, block_on};
 use crate::explore::{Finding, catch_findings};
 use crate::faults::Faults;
@@ -104,6 +106,10 @@ summary! {
         pub spoiled: u64,
         /// Jobs that were cancelled, or failed by a fault.
         pub ended_early: u64,
+        /// Questions what has changed since a checkpoint.
+        pub asked: u64,
+        /// Such questions whose answer left some block out.
+        pub useful: u64,
     }
 }
 
@@ -130,6 +136,8 @@ pub fn run_motion(seed: u64, broken: Broken, trace: bool) -> Result<MotionSummar
     let sizes = Sizes { noted_bytes: Rng::new(seed).split(82).below(16) << 12, ..sizes };
     let tracked = match broken {
         Broken::CarriedLate => changes::Broken::CarriedLate,
+        Broken::CarriedEarly => changes::Broken::CarriedEarly,
+        Broken::CarriedNotDurable => changes::Broken::CarriedNotDurable,
         _ => changes::Broken::Nothing,
     };
     let first = if rng.chance(1, 3) { "/images/disk.raw" } else { "/images/disk.vhd" };
@@ -148,7 +156,7 @@ pub fn run_motion(seed: u64, broken: Broken, trace: bool) -> Result<MotionSummar
         faults_before: Cell::new(0),
         had_faults: Cell::new(false),
         summary: Cell::default(),
-        tracking: Tracking { world: world.clone(), broken: tracked, tracker: RefCell::default() },
+        tracking: Tracking::new(world.clone(), tracked),
     });
     catch_findings(&world, move || host.all(&mut rng))
 }
@@ -162,6 +170,8 @@ impl Host {
             let steps = self.live(&life, rng);
             self.count(|summary| summary.steps += steps);
         }
+        let Checkpoints { asked, useful, .. } = &self.tracking.checkpoints;
+        self.count(|summary| (summary.asked, summary.useful) = (asked.get(), useful.get()));
         self.summary.get()
     }
 
@@ -234,6 +244,9 @@ impl Host {
         self.world.end(ended.is_none().then_some(life.crash));
         drop(executor);
         self.had_faults.set(self.had_faults.get() || self.has_faults());
+        if self.has_faults() {
+            self.tracking.checkpoints.note_failure();
+        }
         self.world.set_faults(Faults::default());
         if ended.is_none() {
             self.oracle.borrow_mut().crash(life.crash);
@@ -251,6 +264,7 @@ impl Host {
             graph.begin();
             let node = Arc::new(Node::new(graph));
             host.tracking.open(&node).await;
+            host.tracking.check(&node, true, &|| host.has_faults()).await;
             *into.borrow_mut() = Some(node);
         });
         executor.finish(limit)?;
@@ -260,11 +274,16 @@ impl Host {
         work.begin_all(executor, rng, life.requests);
         if life.requests > 0 {
             executor.spawn(self.clone().jobs(node.clone(), Rng::new(rng.word())));
+            let (host, node, uses) = (self.clone(), node.clone(), (rng.below(6), Rng::new(rng.word())));
+            executor.spawn(async move {
+                host.tracking.be_used(&node, uses, &|| host.has_faults(), &|| true).await;
+            });
         }
         self.run_to_window(executor, limit)?;
         let (verify, host) = (Rng::new(rng.word()), self.clone());
         executor.spawn(async move {
             work.clone().verify(verify, true).await;
+            host.tracking.check(&node, false, &|| host.has_faults()).await;
             let graph = node.graph().await;
             work.close().await;
             let closed = host.tracking.close(&graph).await;

@@ -1,6 +1,5 @@
 //! The jobs of [`super`], and what must be true when they have ended.
 
-use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -88,7 +87,7 @@ impl Host {
             crate::exec::spawn_beside(Box::pin(jobs::meddle(job.clone(), Rng::new(rng.word()), 8)));
         }
         let (files, env, timer): (_, Arc<dyn Env>, _) = (self.files(), self.here.env(), Turns::of_time());
-        let marked = Marked { of: &self.tracking, node, carrying: RefCell::default() };
+        let marked = Marked::new(&self.tracking, node);
         let work = Work {
             files: &files,
             asking: &files,
@@ -124,6 +123,7 @@ impl Host {
                 self.count(|summary| {
                     (summary.moved, summary.busy) = (summary.moved + 1, summary.busy + u64::from(is_busy));
                     summary.troubled += u64::from(had_trouble);
+                    summary.adopted += u64::from(self.there.has_adopted(&name));
                 });
             }
             Err(error) => {
@@ -206,7 +206,8 @@ impl Host {
                 || !file.starts_with('.') && self.there.has_disk(path)
                 || names::disk_of(path).is_some_and(|disk| {
                     // A name more of a disk that is whole goes when the order is given again.
-                    path == &names::received(&disk) && self.there.has_disk(&disk)
+                    let is_of_disk = [names::received(&disk), names::changes(&disk)].contains(path);
+                    is_of_disk && self.there.has_disk(&disk)
                 })
         };
         let left: Vec<_> = self.there.world.names().into_iter().filter(|path| !is_tidy(path)).collect();
