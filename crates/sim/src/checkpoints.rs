@@ -47,8 +47,6 @@ pub(crate) struct Asked<'a, G: Disk> {
     pub tracker: &'a dyn Fn() -> Option<Tracker>,
     /// Something has failed in this life.
     pub has_failed: &'a dyn Fn() -> bool,
-    /// The disk is on another host, which may not answer.
-    pub is_far: bool,
 }
 
 /// All that the disk holds; `None` when it cannot be read.
@@ -70,7 +68,6 @@ impl Checkpoints {
     pub async fn look<G: Disk>(&self, disk: &Asked<'_, G>) {
         let there = match (disk.tracker)() {
             Some(changes) => changes.names().await.0,
-            None if disk.is_far => return,
             None => Vec::new(),
         };
         let there: Vec<_> = there.into_iter().filter(|name| !is_hidden(name)).collect();
@@ -103,7 +100,7 @@ impl Checkpoints {
         // The disk is looked at before the question.
         let Some(now) = content(disk.node).await else { return };
         let Some(changes) = (disk.tracker)() else {
-            let may_be = disk.is_far || (disk.has_failed)() || self.may_be_gone.get();
+            let may_be = (disk.has_failed)() || self.may_be_gone.get();
             assert!(may_be, "nothing notes changes, and there are checkpoints");
             return;
         };

@@ -72,12 +72,6 @@ pub enum Broken {
     GivenUpLeftOut,
     /// Requests set the bits beside a disk's new image only from the next process on.
     CarriedLate,
-    /// Bits are copied beside a disk's new image before requests set them there, too.
-    CarriedEarly,
-    /// A moved disk is handed over before the bits beside its new image are durable.
-    CarriedNotDurable,
-    /// Blocks are copied to another host after bits were sent there, and before what comes is noted there.
-    SentEarly,
     /// A move that goes on copies what it had not copied, and nothing of what has changed since.
     ChangesLeftOut,
     /// A moved disk gets its new name before its old one is gone.

@@ -3,11 +3,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use spile_core::{Disk, Error, ErrorKind, Files, Result, Store};
+use spile_core::{Disk, Error, ErrorKind, Files, Result, Store as _};
 use spile_node::Node;
 
 use super::header::MOST_CHECKPOINTS;
-use super::tracked::Tracked;
 use super::{Broken, Changes, Found, Surroundings, find};
 
 impl<F: Files + Clone> Changes<F> {
@@ -59,29 +58,22 @@ impl<F: Files + Clone> Changes<F> {
             tracked.push(Arc::new(new.map(&interval, header.grain).await?));
             header.intervals.push(interval);
         }
-        let broken = self.around.broken;
-        if broken == Broken::CarriedEarly {
-            take_over(&own.tracked, &tracked).await;
-        }
         // From here on requests set the bits in both files.
         let count = own.tracked.len();
-        if broken != Broken::CarriedLate {
+        if self.around.broken != Broken::CarriedLate {
             self.meet(node, own.tracked.last().into_iter().chain(&tracked[count - 1..])).await?;
         }
-        if broken != Broken::CarriedEarly {
-            take_over(&own.tracked, &tracked).await;
+        for (from, into) in own.tracked.iter().zip(&tracked) {
+            into.take_in(from).await;
+            if from.is_lost() {
+                return Err(Error::new(ErrorKind::Io, "changes are not noted any more").at_path(&self.path));
+            }
         }
-        if own.tracked.iter().any(|from| from.is_lost()) {
-            return Err(Error::new(ErrorKind::Io, "changes are not noted any more").at_path(&self.path));
-        }
-        let is_durable = broken != Broken::CarriedNotDurable;
-        if is_durable {
-            new.store.sync().await?;
-        }
+        new.store.sync().await?;
         for (interval, tracked) in header.intervals.iter_mut().zip(&tracked).take(count - 1) {
             interval.settled = Some(tracked.bits().crc().await);
         }
-        new.put(&mut other, header, is_durable).await?;
+        new.write(&mut other, header).await?;
         other.tracked = tracked;
         Ok(())
     }
@@ -109,12 +101,5 @@ impl<F: Files + Clone> Changes<F> {
     pub async fn left_behind<G: Disk>(&self, node: &Node<G>, new: Self) -> Result<()> {
         self.attach(node).await?;
         new.around.files.remove(&new.path).await
-    }
-}
-
-/// Sets the bits of each interval of `from` in that of `into`.
-async fn take_over<S: Store>(from: &[Arc<Tracked<S>>], into: &[Arc<Tracked<S>>]) {
-    for (from, into) in from.iter().zip(into) {
-        into.take_in(from).await;
     }
 }

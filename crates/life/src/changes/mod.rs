@@ -92,10 +92,6 @@ pub enum Broken {
     CheckpointWithoutFlush,
     /// Requests set the bits beside a disk's new image only from the next process on.
     CarriedLate,
-    /// Bits are copied beside a disk's new image before requests set them there, too.
-    CarriedEarly,
-    /// A disk gets its new image before the bits beside that are durable.
-    CarriedNotDurable,
     /// A header of this boot is written before the marks of an earlier one are bits.
     BootBeforeBits,
 }
@@ -354,26 +350,14 @@ impl<F: Files + Clone> Changes<F> {
 
     /// Makes `header` durable. After an error the file has the old one or the new one: both are true as long as requests go on to set bits
     /// as they did, and the header is not changed any more.
-    async fn write(&self, state: &mut MutexGuard<'_, State<F::Store>>, header: Header) -> Result<()> {
-        self.put(state, header, true).await
-    }
-
-    /// As [`Self::write`]; not durably when a rule is broken.
-    async fn put(
-        &self,
-        state: &mut MutexGuard<'_, State<F::Store>>,
-        mut header: Header,
-        is_durable: bool,
-    ) -> Result<()> {
+    async fn write(&self, state: &mut MutexGuard<'_, State<F::Store>>, mut header: Header) -> Result<()> {
         self.check_usable(state)?;
         state.is_stuck = true;
         header.number = state.header.number + 1;
         let bytes = Segments::copied(&header.to_bytes());
         for copy in 0..2 {
             self.store.write_at(StoreOffset(copy * COPY_BYTES as u64), &bytes, Via::Cached).await?;
-            if is_durable {
-                self.store.sync().await?;
-            }
+            self.store.sync().await?;
         }
         state.header = header;
         state.is_stuck = false;

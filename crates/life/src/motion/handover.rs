@@ -168,13 +168,6 @@ async fn send_to<F: Files>(
     marks.send(&put).await?;
     store.sync().await?;
     drop(store);
-    let mut at = 0;
-    while copier.work.broken == Broken::SentEarly {
-        let batch = copier.take(&mut at);
-        if batch.is_empty() || copier.copy(&batch).await.is_err() {
-            break;
-        }
-    }
     order::give(files, whole).await
 }
 

@@ -9,13 +9,13 @@ use async_lock::{Mutex, MutexGuardArc};
 use spile_core::{Disk, Error, ErrorKind, Extent, Files, Result, Store, Timer};
 use spile_image::Graph;
 use spile_life::changes::header::{Grain, Stamp};
-use spile_life::changes::{Broken, Changes, Found, Packed, Surroundings, is_hidden};
-use spile_life::{Later, Marks, Put, names};
+use spile_life::changes::{Broken, Changes, Found, Surroundings, is_hidden};
+use spile_life::{Later, Marks, names};
 use spile_node::Node;
 
 use crate::checkpoints::{Action, Asked, Checkpoints};
 use crate::rng::Rng;
-use crate::store::{SimFiles, SimStore};
+use crate::store::SimFiles;
 use crate::turns::Turns;
 use crate::world::World;
 
@@ -37,25 +37,22 @@ pub(crate) struct Marked<'a, S: Store> {
     pub node: &'a Node<Graph<S>>,
     /// What is beside another image, too, and the name of its last checkpoint. Nobody makes or removes one meanwhile.
     carrying: RefCell<Option<(Changes<SimFiles>, Option<String>, MutexGuardArc<()>)>>,
-    /// What is to be sent to another host, and who makes or removes checkpoints until it has got there.
-    packed: RefCell<Option<Packed<SimStore>>>,
-    held: RefCell<Option<MutexGuardArc<()>>>,
 }
 
 /// What surrounds the changed blocks of a disk of `world`.
-pub(crate) fn around(world: &World, broken: Broken) -> Surroundings<SimFiles> {
+fn around(world: &World, broken: Broken) -> Surroundings<SimFiles> {
     let timer: Arc<dyn Timer> = Arc::new(Turns::of_time());
     Surroundings { files: world.files(), env: world.env(), timer, alarm: |_, _| {}, broken }
 }
 
 /// What the image at `path` looks like: which file it is.
-pub(crate) fn found_at(world: &World, path: &Path) -> Found {
+fn found_at(world: &World, path: &Path) -> Found {
     let number = world.file_number(path).unwrap_or_default();
     Found { stamp: Stamp([number as u8; 32]), is_written_behind: false, mount_id: 1 }
 }
 
 /// Which files these are, and a hash of what they hold: a host tells less, the times of the last writes.
-pub(crate) fn look_of(world: &World, paths: &[PathBuf]) -> Option<String> {
+fn look_of(world: &World, paths: &[PathBuf]) -> Option<String> {
     let one = |path: &PathBuf| {
         let (number, content) = (world.file_number(path)?, world.view(path)?);
         let mut page = [0; 4096];
@@ -130,7 +127,7 @@ impl Tracking {
         has_failed: &dyn Fn() -> bool,
         is_here: &dyn Fn() -> bool,
     ) {
-        let disk = Asked { node, tracker: &|| self.tracker.borrow().clone(), has_failed, is_far: false };
+        let disk = Asked { node, tracker: &|| self.tracker.borrow().clone(), has_failed };
         for _ in 0..times {
             let action = Checkpoints::next(&mut rng).await;
             let turn = self.turn().await;
@@ -158,7 +155,7 @@ impl Tracking {
 
     /// Compares what is known of the checkpoints with what there is. `is_new`: the disk was just opened.
     pub async fn check<S: Store>(&self, node: &Node<Graph<S>>, is_new: bool, has_failed: &dyn Fn() -> bool) {
-        let disk = Asked { node, tracker: &|| self.tracker.borrow().clone(), has_failed, is_far: false };
+        let disk = Asked { node, tracker: &|| self.tracker.borrow().clone(), has_failed };
         match is_new {
             true => self.checkpoints.look(&disk).await,
             false => self.checkpoints.check(&disk).await,
@@ -178,8 +175,7 @@ impl Tracking {
 
 impl<'a, S: Store> Marked<'a, S> {
     pub fn new(of: &'a Tracking, node: &'a Node<Graph<S>>) -> Self {
-        let (carrying, packed, held) = Default::default();
-        Self { of, node, carrying, packed, held }
+        Self { of, node, carrying: RefCell::default() }
     }
 
     async fn end_one(&self, name: &str) -> Result<()> {
@@ -226,45 +222,9 @@ impl<S: Store> Marks for Marked<'_, S> {
     fn rename<'a>(&'a self, name: &'a str, to: &'a str) -> Later<'a, ()> {
         Box::pin(async move {
             let _turn = self.of.turn().await;
+            self.end_one(to).await?;
             let changes = self.of.tracker.borrow().clone();
-            let changes = changes.ok_or_else(|| Error::new(ErrorKind::NotFound, "nothing is noted"))?;
-            match changes.names().await.0.iter().any(|known| known == to) {
-                true => changes.replace(self.node, to, name).await,
-                false => changes.rename(name, to).await,
-            }
-        })
-    }
-
-    fn names(&self) -> Later<'_, Vec<String>> {
-        Box::pin(async move {
-            let changes = self.of.tracker.borrow().clone();
-            match changes {
-                Some(changes) => Ok(changes.names().await.0.into_iter().filter(|name| is_hidden(name)).collect()),
-                None => Ok(Vec::new()),
-            }
-        })
-    }
-
-    fn pack<'a>(&'a self, since: Option<&'a str>, goes: bool) -> Later<'a, Option<u64>> {
-        Box::pin(async move {
-            let turn = self.of.turn().await;
-            let known = self.of.tracker.borrow().clone().filter(|changes| changes.loss().is_none());
-            let Some(changes) = known else { return Ok(None) };
-            let packed = changes.pack(self.node.size_bytes(), since, goes).await?;
-            let len_bytes = packed.as_ref().map(Packed::len_bytes);
-            self.held.replace(len_bytes.map(|_| turn));
-            self.packed.replace(packed);
-            Ok(len_bytes)
-        })
-    }
-
-    fn send<'a>(&'a self, put: Put<'a>) -> Later<'a, ()> {
-        Box::pin(async move {
-            let packed = self.packed.take();
-            match packed {
-                Some(packed) => packed.send(put).await,
-                None => Ok(()),
-            }
+            changes.ok_or_else(|| Error::new(ErrorKind::NotFound, "nothing is noted"))?.rename(name, to).await
         })
     }
 
@@ -285,15 +245,9 @@ impl<S: Store> Marks for Marked<'_, S> {
 
     fn carried<'a>(&'a self, is_there: bool) -> Later<'a, ()> {
         Box::pin(async move {
-            let was_sent = self.packed.take().is_none() && self.held.borrow().is_some();
-            let _turn = self.held.take();
             let carrying = self.carrying.take();
             let known = self.of.tracker.borrow().clone();
             let Some(old) = known else { return Ok(()) };
-            if is_there && was_sent {
-                // Whoever opens an image of this host next knows nothing of the disk's changes.
-                old.note_image(Stamp([0xff; 32])).await?;
-            }
             let Some((new, since, _turn)) = carrying else { return Ok(()) };
             if !is_there {
                 return old.left_behind(self.node, new).await;

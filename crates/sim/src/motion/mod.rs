@@ -136,8 +136,6 @@ pub fn run_motion(seed: u64, broken: Broken, trace: bool) -> Result<MotionSummar
     let sizes = Sizes { noted_bytes: Rng::new(seed).split(82).below(16) << 12, ..sizes };
     let tracked = match broken {
         Broken::CarriedLate => changes::Broken::CarriedLate,
-        Broken::CarriedEarly => changes::Broken::CarriedEarly,
-        Broken::CarriedNotDurable => changes::Broken::CarriedNotDurable,
         _ => changes::Broken::Nothing,
     };
     let first = if rng.chance(1, 3) { "/images/disk.raw" } else { "/images/disk.vhd" };

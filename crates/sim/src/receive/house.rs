@@ -1,7 +1,7 @@
 //! The other host: what `spile receive` does around the real [`Receiver`]. The house of `spile-server`, with its engine and its sockets, is mirrored here in
 //! few lines: one order at a time, one link that writes, a flush before a copy is whole, images that are open for as long as somebody is connected.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -10,15 +10,12 @@ use spile_core::{Disk, Env, Error, ErrorKind, Files, Locator, OpenMode, Result, 
 use spile_image::layer::{Identity, Layer};
 use spile_image::{Graph, OpenOptions};
 use spile_life::motion::{Order, Received, ReceivedPlace, ReceivedState, Receiver};
-use spile_life::changes::Changes;
 use spile_life::names;
 use spile_node::Node;
 
 use super::Broken;
 use super::link::Connection;
-use super::marks::is_of_marks;
 use crate::exec::{Executor, Process, block_on, spawn_in};
-use crate::motion::marks::found_at;
 use crate::oracle::Crash;
 use crate::rng::Rng;
 use crate::store::{SimFiles, SimStore};
@@ -32,7 +29,7 @@ pub(super) const THERE: Process = 1;
 pub(super) const FOLDER: &str = "/coming";
 
 /// So often it is looked whether somebody has let go of a file.
-pub(super) const MOST_LOOKS: usize = 400;
+const MOST_LOOKS: usize = 400;
 
 /// The file of somebody who wants to have a name.
 const STRANGE: &[u8; 14] = b"no disk of us.";
@@ -52,22 +49,15 @@ pub(super) struct There {
     pub troubles: AtomicUsize,
     /// What is sent takes long now and then.
     pub is_slow: AtomicBool,
-    /// The disks whose checkpoints have come.
-    pub adopted: Adopted,
 }
-
-/// The names of disks whose checkpoints have come.
-type Adopted = Arc<Mutex<BTreeSet<String>>>;
 
 /// One life of its process.
 pub(super) struct House {
-    pub(super) files: HouseFiles,
-    pub(super) world: World,
+    files: HouseFiles,
     env: Arc<dyn Env>,
-    pub(super) broken: Broken,
-    pub(super) adopted: Adopted,
-    pub(super) busy: async_lock::Mutex<()>,
-    pub(super) open: Mutex<BTreeMap<String, Arc<OpenDisk>>>,
+    broken: Broken,
+    busy: async_lock::Mutex<()>,
+    open: Mutex<BTreeMap<String, Arc<OpenDisk>>>,
     /// The last link of each half, and all those in whose place others have come.
     last: Mutex<BTreeMap<String, Identity>>,
     ended: Mutex<Vec<Identity>>,
@@ -77,8 +67,6 @@ pub(super) struct House {
 /// A disk that somebody is connected to.
 pub(super) struct OpenDisk {
     pub node: Node<Graph<SimStore>>,
-    /// What is noted of its changes.
-    pub changes: Mutex<Option<Tracker>>,
     /// The link that writes.
     writer: Mutex<Option<Identity>>,
     users: AtomicUsize,
@@ -86,9 +74,6 @@ pub(super) struct OpenDisk {
     is_stopped: AtomicBool,
     connections: Mutex<Vec<Weak<Connection>>>,
 }
-
-/// What is noted of the changes of a disk.
-pub(super) type Tracker = Arc<Changes<SimFiles>>;
 
 /// What a connection, and each of its requests, has of a disk.
 pub(super) struct Lease {
@@ -116,34 +101,29 @@ impl OpenDisk {
     }
 
     /// No request comes to it any more by the connections that there are.
-    pub(super) fn stop(&self) {
+    fn stop(&self) {
         self.is_stopped.store(true, SeqCst);
         let connected = std::mem::take(&mut *lock(&self.connections));
         connected.iter().filter_map(Weak::upgrade).for_each(|connection| connection.cut());
     }
 
-    async fn close(&self, world: &World) {
-        let Some(graph) = self.node.graph_now() else { return };
+    async fn close(&self) {
         // Whoever has written knows what was flushed; what fails here is seen by the next one who opens it.
         let _ = self.node.close().await;
-        let changes = lock(&self.changes).take();
-        if let Some(changes) = changes {
-            let _ = changes.close(found_at(world, graph.handles()[0].path()).stamp).await;
-        }
     }
 }
 
 impl There {
     pub fn new(world: World, rng: Rng, broken: Broken) -> Self {
-        let (house, connections, troubles, is_slow, adopted) = Default::default();
-        let there = Self { world, rng: Mutex::new(rng), broken, house, connections, troubles, is_slow, adopted };
+        let (house, connections, troubles, is_slow) = Default::default();
+        let there = Self { world, rng: Mutex::new(rng), broken, house, connections, troubles, is_slow };
         there.start();
         there
     }
 
     /// The process begins, if there is none.
     pub fn start(&self) {
-        lock(&self.house).get_or_insert_with(|| Arc::new(House::new(&self.world, self.broken, &self.adopted)));
+        lock(&self.house).get_or_insert_with(|| Arc::new(House::new(&self.world, self.broken)));
     }
 
     pub fn house(&self) -> Option<Arc<House>> {
@@ -198,7 +178,7 @@ impl There {
             }
             return;
         }
-        let house = House::new(&self.world, Broken::Nothing, &self.adopted);
+        let house = House::new(&self.world, Broken::Nothing);
         block_on(&self.world, async move {
             let note = Received::read(&house.files, &disk).await.ok().flatten();
             if let Some(note) = note.filter(|note| note.state != ReceivedState::HandingOver) {
@@ -211,11 +191,10 @@ impl There {
 }
 
 impl House {
-    fn new(world: &World, broken: Broken, adopted: &Adopted) -> Self {
+    fn new(world: &World, broken: Broken) -> Self {
         let (busy, open, last, ended, is_dead) = Default::default();
         let (files, env) = (HouseFiles { files: world.files(), broken }, world.env());
-        let (world, adopted) = (world.clone(), adopted.clone());
-        Self { files, world, env, broken, adopted, busy, open, last, ended, is_dead }
+        Self { files, env, broken, busy, open, last, ended, is_dead }
     }
 
     /// What a connection of `link` finds that asks for `export`: a disk, or the answer to an order.
@@ -224,8 +203,6 @@ impl House {
             None => self.whole(export, link).await.map(Some),
             Some((Order::GoOn { id, link }, name)) => self.go_on(name, id, link).await.map(Some),
             Some((Order::Finish { id }, name)) => self.finish(name, id).await.map(|()| None),
-            Some((Order::Marks { id, len_bytes }, name)) => self.take_marks(name, (id, len_bytes), link).await.map(Some),
-            Some((Order::Marked { id }, name)) => self.adopt_marks(name, id).await.map(|()| None),
             Some((order, name)) => {
                 let _alone = self.busy.lock().await;
                 self.with_receiver(async |receiver| self.obey(receiver, order, name).await).await.map(|()| None)
@@ -257,7 +234,7 @@ impl House {
                 lock(&self.open).remove(name);
                 Err(Error::new(ErrorKind::Denied, "the half-made image is removed"))
             }
-            // The jobs of the simulator take no disk back, and the others have a method of their own.
+            // The jobs of the simulator send no checkpoints and take no disk back, and the others have a method of their own.
             Order::Back { .. }
             | Order::Marks { .. }
             | Order::Marked { .. }
@@ -318,7 +295,7 @@ impl House {
     }
 
     /// Tries to use a disk until that is possible. Others come to their turn between two tries.
-    pub(super) async fn wait(
+    async fn wait(
         &self,
         once: impl AsyncFn(&Receiver<'_, HouseFiles>) -> Result<Option<Arc<Lease>>>,
     ) -> Result<Arc<Lease>> {
@@ -334,12 +311,12 @@ impl House {
         Err(Error::new(ErrorKind::Busy, "somebody else has this disk"))
     }
 
-    pub(super) fn find_open(&self, name: &str) -> Option<Arc<OpenDisk>> {
+    fn find_open(&self, name: &str) -> Option<Arc<OpenDisk>> {
         lock(&self.open).get(name).cloned()
     }
 
     /// One more user of the disk at `place`, which writes by `link`, if it writes. `None` when that is not possible yet.
-    pub(super) async fn enter(
+    async fn enter(
         self: &Arc<Self>,
         name: &str,
         place: &ReceivedPlace,
@@ -351,7 +328,7 @@ impl House {
         }
         let of = match self.find_open(name) {
             Some(open) => open,
-            None => match self.open_disk(place, !is_of_marks(name)).await {
+            None => match self.open_disk(place).await {
                 Err(error) if error.kind() == ErrorKind::Busy => return Ok(None),
                 opened => {
                     let open = Arc::new(opened?);
@@ -387,20 +364,12 @@ impl House {
         Ok(Some(Arc::new(Lease { house: self.clone(), name: name.to_owned(), of })))
     }
 
-    async fn open_disk(&self, place: &ReceivedPlace, is_tracked: bool) -> Result<OpenDisk> {
+    async fn open_disk(&self, place: &ReceivedPlace) -> Result<OpenDisk> {
         let options = OpenOptions { format: Some(place.format), ..OpenOptions::default() };
         let graph = Graph::open(&self.files, self.env.clone(), Locator::from(&place.path), &options).await?;
-        let changes = match is_tracked {
-            true => self.open_changes(place, graph.size_bytes()).await?,
-            false => None,
-        };
         graph.begin();
-        let node = Node::new(graph);
-        if let Some(changes) = &changes {
-            changes.attach(&node).await?;
-        }
         let (writer, users, is_stopped, connections) = Default::default();
-        Ok(OpenDisk { node, changes: Mutex::new(changes), writer, users, is_stopped, connections })
+        Ok(OpenDisk { node: Node::new(graph), writer, users, is_stopped, connections })
     }
 
     async fn close_unused(&self, name: &str, of: &Weak<OpenDisk>) {
@@ -410,12 +379,12 @@ impl House {
         if is_known {
             lock(&self.open).remove(name);
         }
-        of.close(&self.world).await;
+        of.close().await;
     }
 }
 
 /// What a client is told of an order that is refused: that there is no such thing says only a host without a receiver.
-pub(super) fn refused(error: Error) -> Error {
+fn refused(error: Error) -> Error {
     match error.kind() {
         ErrorKind::NotFound => Error::new(ErrorKind::Denied, error.message().to_owned()).caused_by(error),
         _ => error,
@@ -425,7 +394,7 @@ pub(super) fn refused(error: Error) -> Error {
 /// The files of the other host, which can break a rule of the receiver's order on purpose.
 #[derive(Clone)]
 pub(super) struct HouseFiles {
-    pub files: SimFiles,
+    files: SimFiles,
     broken: Broken,
 }
 
@@ -444,13 +413,7 @@ impl Files for HouseFiles {
 
     async fn create(&self, path: &Path, len_bytes: u64) -> Result<SimStore> {
         let store = Files::create(&self.files, path, len_bytes).await?;
-        let is_marks = || names::disk_of(path).is_some_and(|disk| names::new_changes(&disk) == path);
-        let is_void = match self.broken {
-            Broken::HalfNotDurable => Self::is_half(path),
-            Broken::MarksNotDurable => is_marks(),
-            _ => false,
-        };
-        store.void_syncs(is_void);
+        store.void_syncs(self.broken == Broken::HalfNotDurable && Self::is_half(path));
         Ok(store)
     }
 

@@ -123,7 +123,6 @@ impl Host {
                 self.count(|summary| {
                     (summary.moved, summary.busy) = (summary.moved + 1, summary.busy + u64::from(is_busy));
                     summary.troubled += u64::from(had_trouble);
-                    summary.adopted += u64::from(self.there.has_adopted(&name));
                 });
             }
             Err(error) => {
@@ -206,8 +205,7 @@ impl Host {
                 || !file.starts_with('.') && self.there.has_disk(path)
                 || names::disk_of(path).is_some_and(|disk| {
                     // A name more of a disk that is whole goes when the order is given again.
-                    let is_of_disk = [names::received(&disk), names::changes(&disk)].contains(path);
-                    is_of_disk && self.there.has_disk(&disk)
+                    path == &names::received(&disk) && self.there.has_disk(&disk)
                 })
         };
         let left: Vec<_> = self.there.world.names().into_iter().filter(|path| !is_tidy(path)).collect();

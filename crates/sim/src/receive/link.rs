@@ -16,7 +16,7 @@ use spile_core::{
 };
 
 use spile_image::layer::Identity;
-use spile_life::motion::{ANSWER, ANSWER_BYTES, Order};
+use spile_life::motion::{ANSWER, ANSWER_BYTES};
 
 use super::house::{House, Lease, THERE, There, lock};
 use crate::exec::spawn_in;
@@ -349,9 +349,7 @@ impl LinkFiles {
         // What was cut meanwhile shows at the next request.
         let lease = lock(&connection.lease).clone();
         let info = lease.map_or(DiskInfo::unaligned(ANSWER_BYTES), |lease| lease.of.node.info());
-        // Nor do guests see what becomes of changed blocks on their way.
-        let is_copy = matches!(Order::of_export(export), Some((Order::Marks { .. }, _)));
-        let (path, is_copy) = (PathCell::new(PathBuf::from(uri)), AtomicBool::new(is_copy));
+        let (path, is_copy) = (PathCell::new(PathBuf::from(uri)), AtomicBool::new(false));
         Ok(LinkStore { connection, info, path, here: self.here.clone(), is_copy, export: export.to_owned(), link })
     }
 }

@@ -9,14 +9,12 @@
 //! - **For the guest nothing happens** but what a lost link does: one oracle judges all reads, wherever the disk is by then.
 //! - **There is one disk at every moment**: the old name, or the new one there; never both. When there is none yet, a note beside the old name leads to
 //!   the copy, which gets its name by the same order as before.
-//! - **What is said to have changed since a checkpoint misses nothing**, on either host ([`crate::checkpoints`]).
 //! - **A move goes on through every trouble of the other host** once it has begun, and one that is given up leaves nothing there that cannot be removed.
 //! - **Nobody writes to a copy that is whole**, and that somebody uses there.
 
 mod house;
 mod job;
 mod link;
-mod marks;
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -32,7 +30,6 @@ use spile_image::{Broken as BrokenMove, Format, Graph, OpenOptions};
 use spile_life::{Sizes, changes, motion, names, recover};
 use spile_node::Node;
 
-use crate::checkpoints::{Asked, Checkpoints};
 use crate::exec::{Ended, Executor, block_on};
 use crate::explore::{Finding, catch_findings};
 use crate::faults::Faults;
@@ -73,10 +70,6 @@ pub enum Broken {
     HalfNotDurable,
     /// The other host says that the copy has its name before that is so.
     FinishedLate,
-    /// The file of what has changed is the disk's before it is durable.
-    MarksNotDurable,
-    /// What comes to the disk is noted there only from the next process on.
-    AdoptedLate,
     /// The other host keeps no name for a disk that is about to be handed over.
     NameNotKept,
 }
@@ -153,14 +146,6 @@ summary! {
         pub left: u64,
         /// Links that were cut.
         pub cuts: u64,
-        /// Disks that came with their checkpoints.
-        pub adopted: u64,
-        /// Questions what has changed since a checkpoint.
-        pub asked: u64,
-        /// Such questions whose answer left some block out.
-        pub useful: u64,
-        /// Such questions about a disk that is there.
-        pub asked_there: u64,
         /// Ends of the process here, and of the process there.
         pub crashes: u64,
         /// The latter alone.
@@ -234,11 +219,7 @@ impl Host {
             host.clean_up().await;
         });
         executor.finish(u64::MAX);
-        let Checkpoints { asked, useful, .. } = &self.tracking.checkpoints;
-        self.count(|summary| {
-            (summary.asked, summary.useful) = (asked.get(), useful.get());
-            summary.steps = executor.steps();
-        });
+        self.count(|summary| summary.steps = executor.steps());
         self.summary.get()
     }
 
@@ -348,9 +329,6 @@ impl Host {
             self.oracle.borrow_mut().crash(crash);
         }
         self.tracking.tracker.take();
-        if self.has_faults() || !self.is_here() && !self.has_come_whole() {
-            self.tracking.checkpoints.note_failure();
-        }
         self.check_one_disk();
         self.here.set_faults(Faults::default());
     }
@@ -367,7 +345,6 @@ impl Host {
             if host.is_here() {
                 host.tracking.open(&node).await;
             }
-            host.check_changed(&node, true).await;
             *into.borrow_mut() = Some(node);
         });
         self.run(executor, limit)?;
@@ -377,17 +354,11 @@ impl Host {
         work.begin_all(executor, rng, life.requests);
         if life.requests > 0 && self.is_here() {
             executor.spawn(self.clone().jobs(node.clone(), Rng::new(rng.word())));
-            let (host, node, uses) = (self.clone(), node.clone(), (rng.below(6), Rng::new(rng.word())));
-            executor.spawn(async move {
-                let is_over = || host.has_faults() || !host.is_here();
-                host.tracking.be_used(&node, uses, &is_over, &|| host.is_here()).await;
-            });
         }
         self.run(executor, limit)?;
         let (verify, host) = (Rng::new(rng.word()), self.clone());
         executor.spawn(async move {
             work.clone().verify(verify, true).await;
-            host.check_changed(&node, false).await;
             let graph = node.graph().await;
             work.close().await;
             let closed = host.tracking.close(&graph).await;
@@ -441,29 +412,6 @@ impl Host {
             }
             assert!(executor.steps() < begin + MOST_STEPS, "the life does not come to its end");
         }
-    }
-
-    /// The disk is there, and so are its checkpoints, unless nobody has said so.
-    fn has_come_whole(&self) -> bool {
-        self.to.borrow().as_ref().is_some_and(|name| self.there.has_adopted(name))
-    }
-
-    /// Compares what is known of the checkpoints with what there is, wherever the disk is. `is_new`: it was just opened.
-    async fn check_changed(&self, node: &LinkNode, is_new: bool) {
-        let is_far = !self.is_here();
-        let has_failed = || self.has_faults() || is_far && !self.has_come_whole();
-        let tracker = || match &*self.to.borrow() {
-            Some(name) if is_far => self.there.changes(name),
-            _ => self.tracking.tracker.borrow().clone(),
-        };
-        let asked = self.tracking.checkpoints.asked.get();
-        let disk = Asked { node, tracker: &tracker, has_failed: &has_failed, is_far };
-        match is_new {
-            true => self.tracking.checkpoints.look(&disk).await,
-            false => self.tracking.checkpoints.check(&disk).await,
-        }
-        let asked = self.tracking.checkpoints.asked.get() - asked;
-        self.count(|summary| summary.asked_there += if is_far { asked } else { 0 });
     }
 
     /// The old name is the disk, or the new one there is; or neither, and the note leads to a copy that has no name yet.
