@@ -81,11 +81,6 @@ fn an_old_image_that_somebody_wrote_to_is_found() {
 }
 
 #[test]
-fn a_parent_that_is_another_image_is_found() {
-    bites(Broken::AnyParent, " reads ");
-}
-
-#[test]
 fn what_the_disk_has_given_up_since_it_was_copied_is_found() {
     bites(Broken::GivenUpLeftOut, " reads ");
 }

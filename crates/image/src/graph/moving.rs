@@ -66,8 +66,6 @@ pub enum Broken {
     AnyHalf,
     /// A move back takes the old image as it was left, whoever has written to it since.
     OldImageAsIs,
-    /// A move with the chain takes any image of a parent's name, UUID and size for that parent.
-    AnyParent,
     /// A move with the chain leaves alone what the disk's own image has given up since it was copied.
     GivenUpLeftOut,
     /// Requests set the bits beside a disk's new image only from the next process on.

@@ -19,7 +19,7 @@ use spile_core::{
     Via,
 };
 use spile_image::layer::Layer as _;
-use spile_image::{Broken, Format, Graph, OpenOptions, open_layer, reopen_layer};
+use spile_image::{Format, Graph, OpenOptions, open_layer, reopen_layer};
 use spile_node::Aligned;
 
 use super::note::{is_free, rename_to_free};
@@ -161,7 +161,7 @@ impl Parents {
         if there < self.names.len() {
             let image = Arc::new(self.open_there(work, source, there).await?);
             let is_same = work.files.is_at(source.handles()[1 + there].image().store(), &self.names[there]).await?;
-            if !is_same && work.broken != Broken::AnyParent {
+            if !is_same {
                 Box::pin(copier.compare(there, &image)).await?;
             }
             held.parents.extend(image.handles().iter().rev().cloned());
