@@ -171,8 +171,8 @@ impl Host {
         let free: Vec<_> = there.iter().filter(|copy| layers.iter().all(|layer| layer.path != **copy)).collect();
         // A half that goes on is a child of them.
         let has_half = self.world.file_number(&names::moving(to)).is_some();
-        let is_written = !self.has_faults() && !has_half && self.window_rng.borrow_mut().chance(1, 3);
-        if let Some(copy) = free.last().filter(|_| is_written) {
+        let is_written = !self.has_faults() && !has_half && self.window_rng.borrow_mut().chance(1, 8);
+        if let Some(copy) = free.first().filter(|_| is_written) {
             self.write_to_old_image(copy).await;
             self.count(|summary| summary.spoiled += 1);
         }
