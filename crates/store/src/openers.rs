@@ -3,7 +3,7 @@
 //! The kernel keeps the files of a process that was killed open, and locked, until it has wound up the process's io_uring: some
 //! milliseconds in which nobody has the file any more, and nobody else gets it. Processes of other users are seen by root only.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use spile_core::{Error, ErrorKind, Result};
@@ -109,7 +109,7 @@ pub(crate) async fn once_free<T>(path: &Path, open: impl AsyncFn() -> Result<T>)
 }
 
 /// Looks who has the file, and waits a little where that may change.
-fn pause(path: &PathBuf) -> Holder {
+fn pause(path: &Path) -> Holder {
     let holder = holder(path);
     if holder != Holder::Other {
         std::thread::sleep(BUSY_PAUSE);

@@ -55,11 +55,8 @@ impl OwnJobs {
     /// The jobs of a command that does work of this kind (`coalesce`). There is none yet. The work goes on when they cannot be shown, which is a
     /// line in the log.
     pub fn open(kind: &str) -> Self {
-        let folder = match discovery::folder() {
-            Ok(folder) => folder,
-            // No server has a socket that is found, either.
-            Err(_) => return Self::unseen(),
-        };
+        // No server has a socket that is found, either.
+        let Ok(folder) = discovery::folder() else { return Self::unseen() };
         let shown = Self::listen(&folder, kind);
         shown.unwrap_or_else(|error| {
             tracing::warn!("`spile jobs` does not show this work: {error}");
