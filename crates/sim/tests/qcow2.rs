@@ -8,7 +8,7 @@ use spile_sim::explore::{Finding, Options, Summary, explore};
 use spile_sim::faults::{Choice, How, Sabotage, Touch};
 use spile_sim::image::{Image, Kind};
 use spile_sim::plan::{Plan, Weights};
-use spile_sim::seeds::{Mode, report, run_seed, run_seeds};
+use spile_sim::seeds::{Mode, report, run_seeds};
 
 const SEEDS: u64 = 300;
 /// Wrong content, as the oracle words it.
