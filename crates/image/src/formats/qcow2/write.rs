@@ -302,7 +302,8 @@ impl<S: Store> Qcow2<S> {
             let count = writing.counts.lock().await.get(&self.store, offset >> bits).await?;
             match count {
                 0 => return Err(self.corrupt(offset, "an L2 table has the refcount 0").await),
-                1 => return self.set_table(writing, table, entry, offset | COPIED).await,
+                // The entry names the same table either way: when this fails, it keeps the bit that is right.
+                1 => return self.set_table(writing, table, offset | COPIED, offset | COPIED).await,
                 _ => {}
             }
         }
