@@ -5,7 +5,7 @@
 //! locks, for reading only.
 
 use std::io::{Read as _, Write as _};
-use std::os::unix::fs::FileTypeExt as _;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -29,6 +29,10 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// `Denied`, naming the child.
 pub async fn refuse_parent(layers: &[LayerInfo]) -> Result<()> {
     let Some(image) = layers.first().filter(|image| image.path.is_absolute()) else { return Ok(()) };
+    if let Some(other) = other_name(&image.path) {
+        let what = format!("it has the name {}, too, because a merge was broken off", other.display());
+        return Err(Error::new(ErrorKind::Denied, what).at_path(&image.path).hint("spile gc finishes it"));
+    }
     match child_of(&image.path, image.identity).await {
         Children::None => Ok(()),
         Children::NotAllAsked => {
@@ -41,6 +45,17 @@ pub async fn refuse_parent(layers: &[LayerInfo]) -> Result<()> {
              --write-parent if the child is of no use any more",
         )),
     }
+}
+
+/// The other name of the file at `path` when one of both is that of an image that was deleted: a merge gives it the name of its child, and was broken off
+/// before it has lost its own. Children may name it by either.
+fn other_name(path: &Path) -> Option<PathBuf> {
+    let stat = path.metadata().ok().filter(|stat| stat.nlink() > 1)?;
+    let id = |stat: &std::fs::Metadata| (stat.dev(), stat.ino());
+    let is_deleted = |image: &Path| names::gone(image).exists();
+    let others = std::fs::read_dir(path.parent()?).ok()?.flatten().map(|entry| entry.path());
+    let mut same = others.filter(|other| other != path && other.metadata().is_ok_and(|other| id(&other) == id(&stat)));
+    same.find(|other| is_deleted(other) || is_deleted(path))
 }
 
 /// Refuses to have another disk written over the file at `path`, whatever that holds, when an image in its folder names it as
