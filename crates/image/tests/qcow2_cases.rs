@@ -675,14 +675,6 @@ fn encrypted_images_are_refused() {
 }
 
 #[test]
-fn writing_is_refused_and_says_what_to_do() {
-    let world = world_of(&Image::usual().finish());
-    let error = world.refused(PATH, ErrorKind::ReadOnly, "qcow2");
-    let text = error.to_string();
-    assert!(text.contains("reading only") && text.contains("child") && text.contains("convert"), "{text}");
-}
-
-#[test]
 fn zero_clusters_hide_the_parent() {
     let mut image = Image::usual();
     image.backing("base.raw", Some("raw"));

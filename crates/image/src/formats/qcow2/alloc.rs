@@ -27,6 +27,8 @@ const DEVICE_BATCH_BYTES: u64 = 16 << 20;
 const BATCH_MAX_CLUSTERS: u64 = 16 << 10;
 /// So many free clusters inside the file are taken at a time: each may have to be emptied by itself.
 const RECYCLED_AT_ONCE: u64 = 256;
+/// With so many of them the file does not grow yet.
+const ENOUGH_RECYCLED: u64 = 32;
 /// So many pieces of refcounts are searched for free clusters before the file grows instead.
 const PIECES_AT_ONCE: u64 = 64;
 
@@ -161,6 +163,9 @@ impl<S: Store> Qcow2<S> {
         }
         // What was passed is in use, or about to be.
         counts.hint = found.last().map_or(at, |last| last + 1);
+        if found.len() as u64 >= most.min(ENOUGH_RECYCLED) {
+            return Ok(found);
+        }
         let mut at = end;
         while grows && (found.len() as u64) < count {
             let piece_end = counts.end_of_piece(at);
