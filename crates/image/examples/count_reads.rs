@@ -93,7 +93,7 @@ fn child(folder: &Folder, disk: &Graph<SilentStore>, level: u64) -> String {
         changed_unix_s: info.facts.changed_unix_s,
     };
     let path = format!("{PATH}-{level}");
-    let new = NewImage { size_bytes: DISK_BYTES, subformat: None, parent: Some(parent), unit_bytes: None };
+    let new = NewImage { parent: Some(parent), ..NewImage::new(DISK_BYTES) };
     now(Format::Vhd.create(&folder.file(Path::new(&path)), &OsEnv, &new)).unwrap();
     path
 }

@@ -148,7 +148,7 @@ fn fill(world: &World, new: &NewImage, clusters: &BTreeMap<u64, (u8, bool)>, com
             let bytes = &mut expected[*number as usize * cluster..][..cluster];
             // A part is zero, so that subclusters are left out; with odd bytes, what is left compresses badly.
             for (at, place) in bytes.iter_mut().enumerate().skip(cluster / 4) {
-                *place = if byte % 2 == 0 { *byte } else { (at as u64 * 0x9e37_79b9 >> 7) as u8 };
+                *place = if byte % 2 == 0 { *byte } else { ((at as u64 * 0x9e37_79b9) >> 7) as u8 };
             }
             let short = compressed.then(|| compress(compression, bytes)).flatten();
             let content = short.map_or_else(|| Content::Plain(Segments::copied(bytes)), Content::Compressed);

@@ -97,14 +97,14 @@ pub trait Marks {
 
     /// The disk is to be the image at `half` soon, under the name `to`: from now on what changes is noted beside that, too, together with all that is known, so
     /// that the disk's checkpoints are there when it is. There is no file of changed blocks beside `to` yet. `since` is one more name to note it under. False when there is nothing to take along. Until
-    /// [`Marks::carried`] nobody makes or removes checkpoints.
+    /// [`Marks::carried`] nobody makes or removes checkpoints, in either case: one that is made now would stay behind.
     ///
     /// # Errors
     /// Why that cannot be: then there is nothing beside `half`.
     fn carry<'a>(&'a self, half: &'a Path, to: &'a Path, since: Option<&'a str>) -> Later<'a, bool>;
 
     /// As [`Marks::carry`], to another host: how many bytes long the file is that [`Marks::send`] sends there. `goes`: the disk itself goes, and not a copy. `None` when there is nothing to send. Until
-    /// [`Marks::carried`] nobody makes or removes checkpoints.
+    /// [`Marks::carried`] nobody makes or removes checkpoints, in either case.
     ///
     /// # Errors
     /// Why that cannot be.

@@ -48,12 +48,20 @@ struct Shown {
 pub struct Carrying<'c> {
     /// Nobody else changes the checkpoints.
     slot: MutexGuardOfTurns<'c>,
-    new: Changes<OsFiles>,
+    /// `None` when there is nothing to take along.
+    new: Option<Changes<OsFiles>>,
     since: Option<String>,
 }
 
 /// Held by whoever changes the checkpoints.
 pub(crate) type MutexGuardOfTurns<'c> = async_lock::MutexGuard<'c, Option<Arc<Changes<OsFiles>>>>;
+
+impl Carrying<'_> {
+    /// True when there is something beside the image that the disk is to be.
+    pub fn has_some(&self) -> bool {
+        self.new.is_some()
+    }
+}
 
 impl Checkpoints {
     /// None yet, for a disk whose files are opened by `access`.
@@ -234,29 +242,24 @@ impl Checkpoints {
         renamed
     }
 
-    /// The disk is to be the image at `half` soon, under the name `to`: from now on its checkpoints are beside that, too, and one more, `since`. `None` when
-    /// there is none to take along. What is returned is to be given to [`Checkpoints::carried`]; until then nobody makes or removes checkpoints.
+    /// The disk is to be the image at `half` soon, under the name `to`: from now on its checkpoints are beside that, too, and one more, `since`, unless
+    /// there is none to take along ([`Carrying::has_some`]). What is returned is to be given to [`Checkpoints::carried`]; until then nobody makes or removes checkpoints.
     ///
     /// # Errors
     /// As [`Changes::carry`].
-    pub async fn carry<'c>(
-        &'c self,
-        disk: &Disk,
-        half: &Path,
-        to: &Path,
-        since: Option<&str>,
-    ) -> Result<Option<Carrying<'c>>> {
+    pub async fn carry<'c>(&'c self, disk: &Disk, half: &Path, to: &Path, since: Option<&str>) -> Result<Carrying<'c>> {
         let slot = self.changes.lock().await;
-        let Some(changes) = slot.as_ref().filter(|changes| changes.loss().is_none()).cloned() else { return Ok(None) };
+        let known = slot.as_ref().filter(|changes| changes.loss().is_none()).cloned();
+        let Some(changes) = known else { return Ok(Carrying { slot, new: None, since: None }) };
         if since.is_none() && changes.names().await.0.iter().all(|name| is_hidden(name)) {
-            return Ok(None);
+            return Ok(Carrying { slot, new: None, since: None });
         }
         let side = names::changes(to);
         let found = look::at(half, &side).await;
         let new = changes.carry(self.around(), disk, (to, found), since).await?;
-        let carrying = Carrying { slot, new, since: since.map(str::to_owned) };
+        let carrying = Carrying { slot, new: Some(new), since: since.map(str::to_owned) };
         match self.files.copy_access(changes.store().path(), &side).await {
-            Ok(()) => Ok(Some(carrying)),
+            Ok(()) => Ok(carrying),
             Err(error) => self.carried(disk, carrying, false).await.and(Err(error)),
         }
     }
@@ -267,7 +270,7 @@ impl Checkpoints {
     /// The system's.
     pub async fn carried(&self, disk: &Disk, carrying: Carrying<'_>, is_there: bool) -> Result<()> {
         let Carrying { mut slot, new, since } = carrying;
-        let Some(old) = slot.clone() else { return Ok(()) };
+        let (Some(old), Some(new)) = (slot.clone(), new) else { return Ok(()) };
         if !is_there {
             return old.left_behind(disk, new).await;
         }
@@ -286,10 +289,13 @@ impl Checkpoints {
         disk: &Disk,
         since: Option<&str>,
         goes: bool,
-    ) -> Result<Option<(MutexGuardOfTurns<'c>, Packed<AnyStore>)>> {
+    ) -> Result<(MutexGuardOfTurns<'c>, Option<Packed<AnyStore>>)> {
         let slot = self.changes.lock().await;
-        let Some(changes) = slot.as_ref().filter(|changes| changes.loss().is_none()).cloned() else { return Ok(None) };
-        Ok(changes.pack(disk.size_bytes(), since, goes).await?.map(|packed| (slot, packed)))
+        let packed = match slot.as_ref().filter(|changes| changes.loss().is_none()).cloned() {
+            Some(changes) => changes.pack(disk.size_bytes(), since, goes).await?,
+            None => None,
+        };
+        Ok((slot, packed))
     }
 
     /// The file at `packed`, which another host has sent, is that of the disk from now on: all that is written to it later has its bits there.

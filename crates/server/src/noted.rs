@@ -20,12 +20,12 @@ pub(crate) struct Noted<'d> {
     /// The checkpoints are beside another image, too.
     carrying: RefCell<Option<Carrying<'d>>>,
     /// They are to be sent to another host.
-    packed: RefCell<Option<Packed<'d>>>,
-    /// They were sent there: nobody makes or removes one.
+    packed: RefCell<Option<Packed>>,
+    /// Nobody makes or removes one until they have got there.
     held: RefCell<Option<MutexGuardOfTurns<'d>>>,
 }
 
-type Packed<'d> = (MutexGuardOfTurns<'d>, spile_life::changes::Packed<<OsFiles as Files>::Store>);
+type Packed = spile_life::changes::Packed<<OsFiles as Files>::Store>;
 
 impl<'d> Noted<'d> {
     pub fn new(node: &'d Node<Graph<HostStore>>, checkpoints: &'d Checkpoints) -> Self {
@@ -71,18 +71,18 @@ impl Marks for Noted<'_> {
     fn carry<'a>(&'a self, half: &'a Path, to: &'a Path, since: Option<&'a str>) -> Later<'a, bool> {
         Box::pin(async move {
             let carrying = self.checkpoints.carry(self.node, half, to, since).await?;
-            let is_some = carrying.is_some();
-            self.carrying.replace(carrying);
-            Ok(is_some)
+            let has_some = carrying.has_some();
+            self.carrying.replace(Some(carrying));
+            Ok(has_some)
         })
     }
 
     fn carried<'a>(&'a self, is_there: bool) -> Later<'a, ()> {
         Box::pin(async move {
             // What was sent to another host stays here, too, until the disk is closed. Nobody may take it for that of the old image.
-            let was_sent = self.held.take().is_some();
+            let is_elsewhere = self.held.take().is_some();
             drop(self.packed.take());
-            if is_there && was_sent {
+            if is_there && is_elsewhere {
                 self.checkpoints.note_elsewhere().await?;
             }
             let carrying = self.carrying.take();
@@ -95,8 +95,9 @@ impl Marks for Noted<'_> {
 
     fn pack<'a>(&'a self, since: Option<&'a str>, goes: bool) -> Later<'a, Option<u64>> {
         Box::pin(async move {
-            let packed = self.checkpoints.pack(self.node, since, goes).await?;
-            let len_bytes = packed.as_ref().map(|(_, packed)| packed.len_bytes());
+            let (guard, packed) = self.checkpoints.pack(self.node, since, goes).await?;
+            let len_bytes = packed.as_ref().map(Packed::len_bytes);
+            self.held.replace(Some(guard));
             self.packed.replace(packed);
             Ok(len_bytes)
         })
@@ -104,10 +105,11 @@ impl Marks for Noted<'_> {
 
     fn send<'a>(&'a self, put: Put<'a>) -> Later<'a, ()> {
         Box::pin(async move {
-            let Some((guard, packed)) = self.packed.take() else { return Ok(()) };
-            let sent = packed.send(put).await;
-            self.held.replace(Some(guard));
-            sent
+            let packed = self.packed.take();
+            match packed {
+                Some(packed) => packed.send(put).await,
+                None => Ok(()),
+            }
         })
     }
 

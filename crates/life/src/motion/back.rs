@@ -163,7 +163,7 @@ async fn is_given_back<F: Files>(work: &Work<'_, F>, order: &Locator, status: &A
     loop {
         let error = match order::give(work.files, order).await {
             Ok(()) => return Ok(true),
-            Err(error) if order::is_no(&error) => return Ok(false),
+            Err(error) if order::is_refused_there(&error) => return Ok(false),
             Err(error) => error,
         };
         if work.timer.now_ns().saturating_sub(begun_ns) > PATIENCE.as_nanos() as u64 {

@@ -80,9 +80,9 @@ pub(super) enum Tried<F: Files> {
 /// Those of both images, and what the mirror says. Guests go on with the old image.
 pub(super) async fn attempt<F: Files>(copier: &Copier<'_, '_, F>, bounds: Bounds) -> Result<Tried<F>, Failure> {
     forget_what_was_there(copier).await.map_err(Failure::Disk)?;
-    let carries = carry(copier).await?;
+    carry(copier).await?;
     let tried = Box::pin(attempt_prepared(copier, bounds)).await;
-    if let (true, Some(marks)) = (carries, copier.work.marks) {
+    if let Some(marks) = copier.work.marks {
         let is_there = matches!(tried, Ok(Tried::Over(Over::HandedOver(_))));
         if let Err(error) = marks.carried(is_there).await {
             copier.not_carried.set(Some(error));

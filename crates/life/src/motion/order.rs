@@ -132,10 +132,16 @@ pub fn not_now(error: Error) -> Error {
 }
 
 /// True when `error` says that an order is refused. Else nobody knows whether it was obeyed.
-pub(super) fn is_no(error: &Error) -> bool {
+fn is_no(error: &Error) -> bool {
     use ErrorKind::{Denied, Exists, InvalidInput, NotFound, Unsupported};
     let is_refusal = matches!(error.kind(), Denied | Exists | InvalidInput | NotFound | Unsupported);
     is_refusal && !error.message().contains(NOT_NOW)
+}
+
+/// True when the other host has said that it refuses an order. What the system of this host says, such as that there is no such socket, is no answer
+/// of that one.
+pub(super) fn is_refused_there(error: &Error) -> bool {
+    is_no(error) && error.os_errno().is_none()
 }
 
 /// Orders begin so. No disk is called so: a name has no `/`.
@@ -246,6 +252,17 @@ mod tests {
         for other in ["", "a.vhd", ".spile-receive/", ".spile-receive/finish/a7/x", &format!("{PREFIX}begin/{hex}/x")] {
             assert_eq!(Order::of_export(other), None, "{other}");
         }
+    }
+
+    #[test]
+    fn a_socket_that_is_missing_has_refused_nothing() {
+        let of_system = |errno| Error::errno("cannot connect", errno);
+        // ENOENT and EACCES.
+        for error in [of_system(2), of_system(13)] {
+            assert!(is_no(&error) && !is_refused_there(&error), "{error}");
+        }
+        let said = Error::new(ErrorKind::NotFound, "the server has no such export");
+        assert!(is_refused_there(&said) && !is_refused_there(&not_now(of_system(5))));
     }
 
     #[test]

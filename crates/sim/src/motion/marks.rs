@@ -31,12 +31,17 @@ pub(crate) struct Tracking {
     pub checkpoints: Checkpoints,
 }
 
+/// What is beside the new image, the name of its last checkpoint, and the turn.
+type Carrying = (Changes<SimFiles>, Option<String>, MutexGuardArc<()>);
+
 /// A disk and what is noted of its changes.
 pub(crate) struct Marked<'a, S: Store> {
     pub of: &'a Tracking,
     pub node: &'a Node<Graph<S>>,
     /// What is beside another image, too, and the name of its last checkpoint. Nobody makes or removes one meanwhile.
-    carrying: RefCell<Option<(Changes<SimFiles>, Option<String>, MutexGuardArc<()>)>>,
+    carrying: RefCell<Option<Carrying>>,
+    /// The same while there is nothing to take along.
+    held: RefCell<Option<MutexGuardArc<()>>>,
 }
 
 /// What surrounds the changed blocks of a disk of `world`.
@@ -175,7 +180,14 @@ impl Tracking {
 
 impl<'a, S: Store> Marked<'a, S> {
     pub fn new(of: &'a Tracking, node: &'a Node<Graph<S>>) -> Self {
-        Self { of, node, carrying: RefCell::default() }
+        let (carrying, held) = Default::default();
+        Self { of, node, carrying, held }
+    }
+
+    /// Nothing goes along, and nobody makes a checkpoint that would stay behind.
+    fn hold(&self, turn: MutexGuardArc<()>) -> bool {
+        self.held.replace(Some(turn));
+        false
     }
 
     async fn end_one(&self, name: &str) -> Result<()> {
@@ -232,9 +244,9 @@ impl<S: Store> Marks for Marked<'_, S> {
         Box::pin(async move {
             let turn = self.of.turn().await;
             let known = self.of.tracker.borrow().clone().filter(|changes| changes.loss().is_none());
-            let Some(changes) = known else { return Ok(false) };
+            let Some(changes) = known else { return Ok(self.hold(turn)) };
             if since.is_none() && changes.names().await.0.iter().all(|name| is_hidden(name)) {
-                return Ok(false);
+                return Ok(self.hold(turn));
             }
             let found = found_at(&self.of.world, half);
             let new = changes.carry(self.of.around(), self.node, (to, found), since).await?;
@@ -245,6 +257,7 @@ impl<S: Store> Marks for Marked<'_, S> {
 
     fn carried<'a>(&'a self, is_there: bool) -> Later<'a, ()> {
         Box::pin(async move {
+            let _held = self.held.take();
             let carrying = self.carrying.take();
             let known = self.of.tracker.borrow().clone();
             let Some(old) = known else { return Ok(()) };

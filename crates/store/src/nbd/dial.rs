@@ -112,7 +112,7 @@ fn connect_blocking(address: &Address, limit: Duration) -> std::io::Result<Owned
         Address::Unix(path) => connect_unix(path, limit),
         Address::Tcp(host, port) => {
             let addresses: Vec<SocketAddr> = (host.as_str(), *port).to_socket_addrs()?.collect();
-            let mut last = std::io::Error::new(std::io::ErrorKind::NotFound, "the host has no address");
+            let mut last = std::io::Error::other("the host has no address");
             for address in &addresses {
                 match TcpStream::connect_timeout(address, limit / addresses.len() as u32) {
                     Ok(stream) => return stream.set_nodelay(true).map(|()| stream.into()),

@@ -302,12 +302,12 @@ async fn write_maps<S: Store>(store: &S, header: &Header, layout: &Layout) -> Re
         let here = left.min(per_table);
         let mut l2 = Vec::with_capacity(cluster as usize);
         for data in at + 1..=at + here {
-            l2.extend((data * cluster | COPIED).to_be_bytes());
+            l2.extend(((data * cluster) | COPIED).to_be_bytes());
             // No part is allocated: all read as they would without the place.
             l2.extend(std::iter::repeat_n(0, (1 << header.l2_entry_bits()) - 8));
         }
         write(store, at * cluster, &l2).await?;
-        l1.extend((at * cluster | COPIED).to_be_bytes());
+        l1.extend(((at * cluster) | COPIED).to_be_bytes());
         at += 1 + here;
         left -= here;
     }

@@ -288,7 +288,7 @@ impl Space {
             }
         }
         let end = at + len;
-        self.pack = (end % cluster != 0).then_some(end);
+        self.pack = (!end.is_multiple_of(cluster)).then_some(end);
         at
     }
 
@@ -430,8 +430,8 @@ mod tests {
     #[test]
     fn gaps_are_written_where_they_are_short() {
         assert_eq!(runs(0b1011_0001, 32, 3), [0..1, 4..8]);
-        assert_eq!(runs(0b1011_0001, 32, 4), [0..8]);
-        assert_eq!(runs(1, 1, 0), [0..1]);
+        assert_eq!(runs(0b1011_0001, 32, 4), vec![0..8]);
+        assert_eq!(runs(1, 1, 0), vec![0..1]);
         assert!(runs(0, 32, 4).is_empty());
     }
 
