@@ -89,6 +89,13 @@ pub trait Reserved {
         (0, 0)
     }
 
+    /// The place is not needed: the write to it has failed and is over. (When the reservation is dropped instead, a write may be under way still.)
+    fn abandon(self)
+    where
+        Self: Sized,
+    {
+    }
+
     /// Makes the data that were written at [`Reserved::offset`] the guest's. When it returns, they survive the death of
     /// the process.
     ///

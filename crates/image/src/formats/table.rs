@@ -124,6 +124,12 @@ macro_rules! formats {
                 }
             }
 
+            fn abandon(self) {
+                match self {
+                    $(Self::$name(reserved) => reserved.abandon(),)+
+                }
+            }
+
             async fn commit(self) -> Result<()> {
                 match self {
                     $(Self::$name(reserved) => reserved.commit().await,)+

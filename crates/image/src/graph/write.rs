@@ -44,12 +44,19 @@ impl<S: Store> Graph<S> {
     /// Writes a part of a request that one reservation covers.
     pub(super) async fn write_part(&self, part: Extent, from: &Segments) -> Result<()> {
         let reserved = self.leaf().reserve(part).await?;
-        self.write_at(reserved.offset(), from).await?;
-        match reserved.around() {
-            (0, 0) => {}
-            around => self.copy_around(part, reserved.offset(), around).await?,
+        let mut written = self.write_at(reserved.offset(), from).await;
+        if written.is_ok() && reserved.around() != (0, 0) {
+            written = self.copy_around(part, reserved.offset(), reserved.around()).await;
         }
-        reserved.commit().await
+        match written {
+            Ok(()) => reserved.commit().await,
+            Err(error) => {
+                if error.kind() == ErrorKind::NoSpace {
+                    reserved.abandon();
+                }
+                Err(error)
+            }
+        }
     }
 
     /// Writes what the disk shows around `part` to the bytes around `offset`, which is the place of the part in the leaf. In a box, so

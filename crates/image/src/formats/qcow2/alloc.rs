@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::MutexGuard;
 
-use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
+use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreOffset, Via, yield_now};
 
 use super::Qcow2;
 use super::refcounts::Refcounts;
@@ -136,7 +136,7 @@ impl<S: Store> Qcow2<S> {
         Error::new(ErrorKind::NoSpace, "no cluster of the image is free")
             .at_path(self.store.path())
             .at_offset(self.store.len_bytes())
-            .hint("enlarge the volume under the image, or discard what the guest does not need")
+            .hint("enlarge the volume under the image and open the disk anew, or discard what the guest does not need")
     }
 
     /// How many clusters to make ready.
@@ -159,6 +159,7 @@ impl<S: Store> Qcow2<S> {
         while at < end && (found.len() as u64) < most && (!grows || pieces < PIECES_AT_ONCE) {
             let piece_end = counts.end_of_piece(at).min(end);
             self.find_in(counts, at..piece_end, most, &mut found).await?;
+            yield_now().await;
             (at, pieces) = (piece_end, pieces + 1);
         }
         // What was passed is in use, or about to be.
@@ -170,6 +171,7 @@ impl<S: Store> Qcow2<S> {
         while grows && (found.len() as u64) < count {
             let piece_end = counts.end_of_piece(at);
             self.find_in(counts, at..piece_end, count, &mut found).await?;
+            yield_now().await;
             at = piece_end;
         }
         Ok(found)

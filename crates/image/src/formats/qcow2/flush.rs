@@ -55,7 +55,8 @@ impl<S: Store> Qcow2<S> {
         }
         let next = {
             let settled = &mut writing.space().settled;
-            let rest = settled.len().saturating_sub(most_runs);
+            // What is not given back now is kept in memory.
+            let rest = settled.len().saturating_sub(most_runs).min(MOST_GIVEN_UP);
             settled.split_off(rest)
         };
         if next.is_empty() {
@@ -63,7 +64,12 @@ impl<S: Store> Qcow2<S> {
         }
         let mut counts = writing.counts.lock().await;
         for run in next {
-            self.release(&mut counts, run).await?;
+            // All that was acknowledged is durable. When this fails, the space is free already, or leaked.
+            if let Err(error) = self.release(&mut counts, run).await
+                && error.kind() == ErrorKind::Corrupt
+            {
+                return Err(error);
+            }
         }
         Ok(())
     }

@@ -328,5 +328,6 @@ impl Refcounts {
 }
 
 fn corrupt(what: String) -> Error {
-    Error::new(ErrorKind::Corrupt, what).hint("check the image: spile check; qemu-img check -r all repairs it")
+    Error::new(ErrorKind::Corrupt, what)
+        .hint("check the image: spile check; spile check --repair mends counts and flags")
 }

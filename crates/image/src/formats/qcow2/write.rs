@@ -16,7 +16,7 @@ use std::ops::Range;
 use spile_core::{Error, ErrorKind, Extent, Result, ResultExt, Segments, Store, StoreOffset, Via};
 
 use super::Qcow2;
-use super::codec::table::{Cluster, Compressed, SUBCLUSTERS};
+use super::codec::table::{Cluster, Compressed, SUBCLUSTERS, decode};
 use super::codec::{COPIED, OFFSET_MASK};
 use super::map::entry_error;
 use super::writing::Writing;
@@ -89,6 +89,14 @@ impl<S: Store> Reserved for ClusterReserved<'_, S> {
         self.new.as_ref().map_or((0, 0), |new| new.around)
     }
 
+    fn abandon(mut self) {
+        if let Some(new) = &mut self.new
+            && let Some(cluster) = new.fresh.take()
+        {
+            new.writing.give_up(cluster..cluster + 1);
+        }
+    }
+
     async fn commit(self) -> Result<()> {
         let Self { image, part, new, .. } = self;
         let Some(mut new) = new else { return Ok(()) };
@@ -130,6 +138,8 @@ impl<S: Store> Qcow2<S> {
         let (lock, at) = (part.cluster..part.cluster + 1, self.start_of(part.cluster));
         {
             let held = writing.clusters.shared(lock.clone()).await;
+            // Whoever had the cluster before may have failed to change its entry, or to change it back.
+            writing.check(&self.store)?;
             let words = self.map.entry_of(&self.store, at).await?;
             if words.0 & COPIED != 0
                 && let Ok(cluster) = self.rules.cluster(words.0, words.1)
@@ -139,6 +149,7 @@ impl<S: Store> Qcow2<S> {
             }
         }
         let held = writing.clusters.exclusive(lock).await;
+        writing.check(&self.store)?;
         let old = self.old(writing, at).await?;
         if let Some(host) = self.in_place(&old, &part) {
             return Ok(ClusterReserved { image: self, part, host, new: None, _held: held });
@@ -337,7 +348,7 @@ impl<S: Store> Qcow2<S> {
         };
         if let Err(error) = write(entry).await {
             // It may have taken effect all the same.
-            if write(old).await.is_err() {
+            if write(old).await.is_err() && !self.l1_still_names(at, old).await {
                 writing.refuse_writes();
             }
             return Err(error.at_offset(at));
@@ -346,13 +357,29 @@ impl<S: Store> Qcow2<S> {
         Ok(())
     }
 
+    /// True when the file holds this L1 entry at `at`, as far as it names a table. A full file system takes no write into a hole, and what lies there is
+    /// read all the same.
+    async fn l1_still_names(&self, at: u64, entry: u64) -> bool {
+        let bytes = Segments::zeroed(8);
+        let read = self.store.read_at(StoreOffset(at), &bytes, Via::Cached).await;
+        read.is_ok() && decode(&bytes.to_vec()).next().is_some_and(|word| (word ^ entry) & !COPIED == 0)
+    }
+
+    /// The same of the L2 entry for guest offset `at`.
+    async fn still_names(&self, at: u64, words: (u64, u64)) -> bool {
+        let is_it = |now: (u64, u64)| (now.0 ^ words.0) & !COPIED == 0 && now.1 == words.1;
+        self.map.entry_in_file(&self.store, at).await.is_ok_and(is_it)
+    }
+
     /// Changes an entry, and gives up what the old one pointed at and the new one does not. The caller holds the cluster alone and
     /// has its table.
     async fn change_entry(&self, writing: &Writing, at: u64, old: &Old, words: (u64, u64)) -> Result<()> {
         writing.check(&self.store)?;
         if let Err(error) = self.map.set_entry(&self.store, at, words, words.0 & COPIED != 0).await {
             // It may have taken effect all the same, and what is written to the old place later would be lost.
-            if self.map.set_entry(&self.store, at, old.words, old.is_own).await.is_err() {
+            if self.map.set_entry(&self.store, at, old.words, old.is_own).await.is_err()
+                && !self.still_names(at, old.words).await
+            {
                 writing.refuse_writes();
             }
             return Err(error);

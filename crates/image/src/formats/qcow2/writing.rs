@@ -43,7 +43,9 @@ impl Writing {
     pub(super) async fn open<S: Store>(store: &S, head: &Head, l1: &[u64]) -> Result<Self> {
         refuse(head)?;
         let counts = Refcounts::open(store, &head.header, l1).await.map_err(|error| {
-            error.hint("open it for reading only, and check it: spile check; qemu-img check -r all repairs it")
+            error.hint(
+                "open it for reading only, and check it: spile check; spile check --repair mends counts and flags",
+            )
         })?;
         Ok(Self {
             clusters: RangeLock::default(),
@@ -103,12 +105,12 @@ fn refuse(head: &Head) -> Result<()> {
         () if header.has(feature::CORRUPT) => (
             ErrorKind::Corrupt,
             "the image is marked corrupt, and is not written",
-            "open it for reading only, or repair it: qemu-img check -r all",
+            "open it for reading only, or repair it: spile check --repair",
         ),
         () if header.has(feature::DIRTY) => (
             ErrorKind::Unsupported,
             "the image is marked dirty: its last writer was killed, and its refcounts may be wrong",
-            "repair it: qemu-img check -r all; then it can be written",
+            "repair it: spile check --repair; then it can be written",
         ),
         () => return Ok(()),
     };
@@ -172,6 +174,6 @@ impl<S: Store> Qcow2<S> {
         Error::new(ErrorKind::Corrupt, what)
             .at_path(self.store.path())
             .at_offset(offset)
-            .hint("the image takes no more writes; check it: spile check; qemu-img check -r all repairs it")
+            .hint("the image takes no more writes; check it: spile check; spile check --repair mends counts and flags")
     }
 }
