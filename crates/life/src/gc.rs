@@ -124,6 +124,16 @@ impl Verdict {
 /// # Errors
 /// The storage's: then nothing is known.
 pub async fn verdict<F: Files>(tools: &Tools<'_, F>, family: &Family, image: &Path) -> Result<Verdict> {
+    match judge(tools, family, image).await {
+        // Another process merges its relatives right now, and they change their names.
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            Ok(Verdict::waits(format!("a file of its family has just gone: {error}")))
+        }
+        judged => judged,
+    }
+}
+
+async fn judge<F: Files>(tools: &Tools<'_, F>, family: &Family, image: &Path) -> Result<Verdict> {
     let asking = tools.asking;
     let identity = match described(tools, image, None).await {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Verdict::Stale),
@@ -357,11 +367,10 @@ pub async fn next_merge<F: Files>(
                 family = Some(Family::ask(tools, paths).await);
             }
             let Some(family) = &family else { continue };
-            match verdict(tools, family, parent).await {
-                Ok(Verdict::Merge { child: of, .. }) if of == child => {
+            match verdict(tools, family, parent).await? {
+                Verdict::Merge { child: of, .. } if of == child => {
                     return Ok(Some(Next { child, parent: parent.clone() }));
                 }
-                Err(error) if !is_away(&error) => return Err(error),
                 _ => {}
             }
         }

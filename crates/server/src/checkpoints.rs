@@ -270,7 +270,17 @@ impl Checkpoints {
     /// The system's.
     pub async fn carried(&self, disk: &Disk, carrying: Carrying<'_>, is_there: bool) -> Result<()> {
         let Carrying { mut slot, new, since } = carrying;
-        let (Some(old), Some(new)) = (slot.clone(), new) else { return Ok(()) };
+        let Some(old) = slot.clone() else { return Ok(()) };
+        let Some(new) = new else {
+            // Nobody needs what is left. A checkpoint that is made from now on gets a file beside the new image.
+            if is_there && old.loss().is_none() {
+                disk.replace(Place::ChangeTracking, None).await?;
+                *slot = None;
+                self.show(None).await;
+                old.leave().await?;
+            }
+            return Ok(());
+        };
         if !is_there {
             return old.left_behind(disk, new).await;
         }

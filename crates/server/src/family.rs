@@ -13,6 +13,7 @@ use spile_core::{Error, ErrorKind, Files as _, Result, ResultExt as _};
 use spile_engine::run_blocking;
 use spile_image::layer::Identity;
 use spile_image::{LayerInfo, is_child_of};
+use spile_life::base::refuse_merging;
 use spile_life::names;
 use spile_store::{CacheMode, OsFiles};
 
@@ -23,16 +24,20 @@ const MOST_IMAGES: usize = 2048;
 /// How long is looked, at most about.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// Refuses a disk, by its layers, whose image is the parent of another one in its folder.
+/// Refuses a disk, by its layers, whose image is the parent of another one in its folder, or is to be one once a merge that was broken off is done.
 ///
 /// # Errors
-/// `Denied`, naming the child.
+/// `Denied`, naming the child or the disk of the merge.
 pub async fn refuse_parent(layers: &[LayerInfo]) -> Result<()> {
     let Some(image) = layers.first().filter(|image| image.path.is_absolute()) else { return Ok(()) };
     if let Some(other) = other_name(&image.path) {
         let what = format!("it has the name {}, too, because a merge was broken off", other.display());
         return Err(Error::new(ErrorKind::Denied, what).at_path(&image.path).hint("spile gc finishes it"));
     }
+    let (asking, path) = (OsFiles::new(CacheMode::Page).without_locks(true), image.path.clone());
+    let is_note = |other: &Path| names::disk_of(other).is_some_and(|disk| names::job(&disk) == other);
+    let notes = run_blocking(&image.path, move || neighbours(&path, MOST_NAMES, is_note)).await;
+    refuse_merging(&asking, &image.path, &notes.images).await?;
     match child_of(&image.path, image.identity).await {
         Children::None => Ok(()),
         Children::NotAllAsked => {

@@ -79,6 +79,11 @@ impl<F: Files> Opened<F> {
         if work.broken == Broken::RemoveBeforeNames {
             work.files.remove(self.upper.path()).await?;
         }
+        // The name goes, and not the file: it must be this one that has it.
+        if !work.files.is_at(self.upper.image().store(), self.upper.path()).await? {
+            let error = Error::new(ErrorKind::Busy, "another file has the name of the layer that was merged");
+            return Err(error.at_path(self.upper.path()).hint("move that file away, and begin the same merge again"));
+        }
         // What it has given up must stay so.
         self.upper.image().flush().await?;
         let lower = work.sealed(&self.lower).await?;

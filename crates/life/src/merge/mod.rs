@@ -95,7 +95,12 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
     work.job.accept();
     match number {
         0 => leaf::merge(work, &graph, &checked).await,
-        _ => middle::merge(work, &graph, number, checked, plan).await,
+        _ => {
+            // Their folder may have moved since this was planned.
+            let at = |number: usize| graph.handles()[number].path().to_owned();
+            let here = Merged { path: at(number), parent: at(number + 1), ..plan.clone() };
+            middle::merge(work, &graph, number, checked, &here).await
+        }
     }
 }
 

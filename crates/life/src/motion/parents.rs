@@ -270,6 +270,10 @@ impl<F: Files> Copier<'_, '_, F> {
             let what = "the copy of a parent has lost this name: somebody has removed it";
             return Err(Error::new(ErrorKind::Busy, what).at_path(hidden).hint("`spile jobs` shows other moves"));
         }
+        if !is_free(files, name).await {
+            let what = "another move has put an image of this name there meanwhile";
+            return Err(Error::new(ErrorKind::Busy, what).at_path(name).hint("begin the move again: it uses that one"));
+        }
         // An image of this name may have been deleted, and merged by other means than a gc.
         Gone::remove(files, name).await?;
         rename_to_free(files, hidden, name).await.at_path(name)?;

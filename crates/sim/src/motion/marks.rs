@@ -11,7 +11,7 @@ use spile_image::Graph;
 use spile_life::changes::header::{Grain, Stamp};
 use spile_life::changes::{Broken, Changes, Found, Surroundings, is_hidden};
 use spile_life::{Later, Marks, names};
-use spile_node::Node;
+use spile_node::{Node, Place};
 
 use crate::checkpoints::{Action, Asked, Checkpoints};
 use crate::rng::Rng;
@@ -257,11 +257,18 @@ impl<S: Store> Marks for Marked<'_, S> {
 
     fn carried<'a>(&'a self, is_there: bool) -> Later<'a, ()> {
         Box::pin(async move {
-            let _held = self.held.take();
+            let held = self.held.take();
             let carrying = self.carrying.take();
             let known = self.of.tracker.borrow().clone();
             let Some(old) = known else { return Ok(()) };
-            let Some((new, since, _turn)) = carrying else { return Ok(()) };
+            let Some((new, since, _turn)) = carrying else {
+                if is_there && held.is_some() && old.loss().is_none() {
+                    self.node.replace(Place::ChangeTracking, None).await?;
+                    self.of.tracker.take();
+                    old.leave().await?;
+                }
+                return Ok(());
+            };
             if !is_there {
                 return old.left_behind(self.node, new).await;
             }

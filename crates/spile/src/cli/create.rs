@@ -9,7 +9,6 @@ use spile_core::{Error, ErrorKind, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
 use spile_image::create::{NewImage, NewParent};
 use spile_image::{Format, LayerInfo, OpenOptions, check_parents};
-use spile_life::base::refuse_unfit;
 use spile_server::family;
 use spile_server::new_file::folder_of;
 use spile_store::{CacheMode, OsFiles};
@@ -207,10 +206,7 @@ impl Child {
         let layers = base.layers();
         let paths: Vec<_> = layers.iter().map(|layer| layer.path.as_path()).collect();
         check_place(&self.path, &paths, &self.options.allow_parents)?;
-        if layers[0].path.is_absolute() && !layers[0].path.starts_with("/dev") {
-            let host = Host::new();
-            refuse_unfit(&host.tools(), &layers[0].path, &host.beside(&layers[0].path).await?).await?;
-        }
+        Host::new().refuse_unfit(&layers[0].path).await?;
         let size_bytes = self.size_bytes.unwrap_or(layers[0].virtual_bytes);
         let parent = Some(new_parent(&self.path, &layers[0])?);
         note_child(&layers[0], &real(folder_of(&self.path))?.join(self.path.file_name().unwrap_or_default()))?;

@@ -17,6 +17,7 @@ use serde_json::json;
 use spile_core::{Disk as _, Env, Error, ErrorKind, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
 use spile_image::{Graph, OpenOptions};
+use spile_life::base::refuse_unfit;
 use spile_life::gc::{self, Kind, Next, Tools, next_merge, tidy};
 use spile_life::jobs::{Plan, State, Wishes};
 use spile_node::Node;
@@ -267,6 +268,14 @@ impl Host {
         family::files_in(image.parent().unwrap_or(Path::new("/"))).await
     }
 
+    /// Refuses the image at `path` as a parent, as [`refuse_unfit`] does. Nothing that is no file can have become one that it refuses.
+    pub(super) async fn refuse_unfit(&self, path: &Path) -> Result<()> {
+        match path.is_absolute() && !path.starts_with("/dev") {
+            true => refuse_unfit(&self.tools(), path, &self.beside(path).await?).await,
+            false => Ok(()),
+        }
+    }
+
     /// Removes the note of `image` when it says nothing.
     async fn tidy(&self, image: &Path) -> Result<()> {
         tidy(&self.tools(), &self.beside(image).await?, image).await
@@ -330,6 +339,8 @@ fn work_on(disk: &Path, rate: Option<u64>, ending: &Ending) -> Option<Trouble> {
         Ok(()) if of_server => Some(Trouble::Waits("the disk's server goes on with it".to_owned())),
         Ok(()) => None,
         Err(error) if error.kind() == ErrorKind::Shutdown && ending.is_told() => ended(),
+        // Who has ended it does not want it to begin again.
+        Err(error) if error.kind() == ErrorKind::Shutdown => Some(Trouble::Waits(error.to_string())),
         Err(error) if error.kind() == ErrorKind::Busy => Some(Trouble::InUse(error.to_string())),
         Err(error) => Some(Trouble::Failed(error.to_string())),
     }
@@ -402,7 +413,7 @@ fn follow(server: &Path, mut job: Job, disk: &Path, ending: &Ending) -> Result<b
         (Some(error), _) => Err(Failure { error: error.clone() }.into_error()),
         (None, "done") => Ok(true),
         // Somebody has cancelled it, or the server ends and the next one goes on.
-        (None, state) => Err(Error::new(ErrorKind::Busy, format!("its job {} was {state}", job.id)).at_path(disk)),
+        (None, state) => Err(Error::new(ErrorKind::Shutdown, format!("its job {} was {state}", job.id)).at_path(disk)),
     }
 }
 
@@ -438,7 +449,7 @@ async fn run_job(
     let done = jobs::run(node, checkpoints, Access::default(), job.job(), &plan).await;
     match job.job().state() {
         State::Cancelled => {
-            let error = Error::new(ErrorKind::Busy, format!("its job {} was cancelled", job.id())).at_path(disk);
+            let error = Error::new(ErrorKind::Shutdown, format!("its job {} was cancelled", job.id())).at_path(disk);
             Err(error.hint("what it has done stays done"))
         }
         _ => done,

@@ -18,6 +18,7 @@ use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
 use super::create::{check_place, new_parent, note_child};
+use super::gc::Host;
 use super::revert::{file_at, is_same_file, refuse_served};
 use super::{Exit, ParentArgs, on_engine, parse_format, print_json, say};
 use crate::disks;
@@ -161,6 +162,7 @@ impl Order {
         // Open until the disk names it: nobody can delete it or write to it before.
         let parent = disks::open(CacheMode::Page, &self.parent, &self.read).await?;
         let above = parent.handles()[0].path().to_owned();
+        Host::new().refuse_unfit(&above).await?;
         let named = self.name(&files, &parent).await?;
         let (found, disk) = match self.way {
             Way::Trust => (None, self.trust(&files, &parent, &named).await?),

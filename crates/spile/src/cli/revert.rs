@@ -236,6 +236,7 @@ async fn go_back(
     // Open until the disk is its child: nobody can delete it or write to it before.
     let base = disks::open(CacheMode::Page, base, read).await?;
     let layers = base.layers();
+    Host::new().refuse_unfit(&layers[0].path).await?;
     let real = |folder: &PathBuf| folder.canonicalize().map_err(|e| Error::io("find", e)).at_path(folder);
     let allowed = write.allow_parents.iter().map(real).collect::<Result<Vec<_>>>()?;
     check_new_child(disk.parent().unwrap_or(Path::new("/")), &layers, &allowed)?;
