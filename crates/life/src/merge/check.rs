@@ -137,7 +137,7 @@ pub(super) async fn check<F: Files>(
             return Err(refuse(ErrorKind::Unsupported, what, layer.path(), "give it the extension of its format"));
         }
         // Somebody who has it open would go on with a parent that is gone.
-        work.files.open(&other.as_path().into(), OpenMode::ReadWrite).await?;
+        work.files.open(&other.as_path().into(), OpenMode::ReadWrite).await.map_err(|error| just_gone(error, other))?;
     }
     if number == 0
         && let Some(other) = others.first()
@@ -146,6 +146,15 @@ pub(super) async fn check<F: Files>(
         return Err(refuse(ErrorKind::Denied, what, layer.path(), "its parent would be gone"));
     }
     Ok(Checked { keeps_name, others })
+}
+
+/// `error` of opening the child at `other`: one that was there a moment ago was deleted, or has another name now.
+pub(super) fn just_gone(error: Error, other: &Path) -> Error {
+    if error.kind() != ErrorKind::NotFound {
+        return error;
+    }
+    let what = "the file was a child of an image that is merged, and has just gone".to_owned();
+    refuse(ErrorKind::Busy, what, other, "begin the merge again: it looks for the image's children anew")
 }
 
 impl Checked {

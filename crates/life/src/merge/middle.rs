@@ -8,7 +8,7 @@ use spile_image::create::NewParent;
 use spile_image::layer::Layer as _;
 use spile_image::{Broken, GraphLayer, OpenOptions, open_layer};
 
-use super::check::Checked;
+use super::check::{Checked, just_gone};
 use super::mover::Mover;
 use super::named;
 use crate::jobs::Merged;
@@ -149,7 +149,8 @@ pub(super) async fn rename_parent<F: Files>(
     parent: &GraphLayer<F::Store>,
 ) -> Result<()> {
     let named = new_parent(work, child, parent).await?;
-    let child = open_layer(work.files, work.env.clone(), child, &OpenOptions::default()).await?;
+    let opened = open_layer(work.files, work.env.clone(), child, &OpenOptions::default()).await;
+    let child = opened.map_err(|error| just_gone(error, child))?;
     child.image().set_parent(Some(&named)).await?;
     child.seal().await
 }
