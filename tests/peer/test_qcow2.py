@@ -7,9 +7,10 @@ qemu-img check says of them is what spile check has to say.
 import json
 import random
 import struct
+import time
 
 from support import (
-    KIB, MIB, STANDIN, PeerTest, need, qemu_img_json, run, spile, spile_json, text,
+    KIB, LIMIT_S, MIB, STANDIN, PeerTest, need, qemu_img_json, run, spile, spile_json, text,
 )
 
 SIZE_BYTES = 12 * MIB + 3 * 512
@@ -232,6 +233,7 @@ class Writing(Qcow2):
             self.fill(truth, seed + turn, "raw", discards=False)
             if kills:
                 server.kill()
+                self.wait_for_lock(image)
             else:
                 self.assertEqual(server.stop(), 0)
             # Exit code 3 is for leaks, which a kill may leave.
@@ -241,6 +243,13 @@ class Writing(Qcow2):
             if kills:
                 run("qemu-img", "check", "-q", "-f", "qcow2", "-r", "leaks", image)
             self.fill(image, seed + 50 + turn)
+
+    def wait_for_lock(self, image):
+        """Waits until the kernel has let go of the lock of a process that was killed, as QEMU does not."""
+        end = time.monotonic() + LIMIT_S
+        while run("qemu-img", "info", "-f", "qcow2", image, ok=None).returncode != 0:
+            self.assertLess(time.monotonic(), end)
+            time.sleep(0.02)
 
     def test_every_kind(self):
         for seed, (kind, options) in enumerate(KINDS.items()):
