@@ -35,8 +35,6 @@ pub struct Merged {
     pub path: PathBuf,
     /// Where its parent lay.
     pub parent: PathBuf,
-    /// It is a snapshot that its user keeps: in the end its parent takes its name. The leaf's parent always does that.
-    pub keeps_name: bool,
 }
 
 /// What its users want of a job, besides what it does.
@@ -102,8 +100,6 @@ const ANY_HEAD: &str = "spile job ";
 const HEAD: &str = "spile job 1";
 /// A line of the note of a move that keeps the chain.
 const KEEPS_CHAIN: &str = "chain keep";
-/// The first line of a merge whose layer keeps its name. Versions that do not know it leave such a note alone.
-const KEEPING: &str = "coalesce keeping name";
 /// The last line: without it the note was not written to its end.
 const END: &str = "end";
 /// No note is longer.
@@ -121,9 +117,9 @@ impl Plan {
 
     fn to_lines(&self) -> Result<String> {
         Ok(match self {
-            Self::Coalesce(Merged { identity, path, parent, keeps_name }) => {
-                let (hex, kind) = (to_hex(*identity), if *keeps_name { KEEPING } else { "coalesce" });
-                format!("{kind}\nidentity {hex}\nlayer {}\nparent {}\n", text_of(path)?, text_of(parent)?)
+            Self::Coalesce(Merged { identity, path, parent }) => {
+                let hex = to_hex(*identity);
+                format!("coalesce\nidentity {hex}\nlayer {}\nparent {}\n", text_of(path)?, text_of(parent)?)
             }
             Self::Flatten => "flatten\n".to_owned(),
             Self::Move(Move { to, format, deletes_source, keeps_chain, stays, has_no_mark, id }) => {
@@ -142,10 +138,10 @@ impl Plan {
         let mut next = |before: &str| lines.next()?.strip_prefix(before);
         match next("")? {
             "flatten" => Some(Self::Flatten),
-            kind @ ("coalesce" | KEEPING) => {
+            "coalesce" => {
                 let identity = Identity(from_hex(next("identity ")?)?);
                 let (path, parent) = (next("layer ")?.into(), next("parent ")?.into());
-                Some(Self::Coalesce(Merged { identity, path, parent, keeps_name: kind == KEEPING }))
+                Some(Self::Coalesce(Merged { identity, path, parent }))
             }
             kind => {
                 let id = match kind.strip_prefix("move")? {
@@ -436,12 +432,8 @@ mod tests {
 
     #[test]
     fn a_note_is_read_back_only_when_it_is_whole() {
-        let merged = |keeps_name| Merged {
-            identity: Identity([0xa7; 16]),
-            path: "/vm/a b.vhd".into(),
-            parent: "/base/p.vhd".into(),
-            keeps_name,
-        };
+        let merged =
+            Merged { identity: Identity([0xa7; 16]), path: "/vm/a b.vhd".into(), parent: "/base/p.vhd".into() };
         let wishes = Wishes { is_paused: true, limit_bytes_per_s: Some(7 << 20) };
         let to = Move {
             to: Locator::Path("/new/c d.raw".into()),
@@ -455,8 +447,7 @@ mod tests {
         let away = Move { to: Locator::Nbd("nbd://h/x".to_owned()), id: Some(Identity([0x3c; 16])), ..to.clone() };
         let whole = Move { keeps_chain: true, ..to.clone() };
         let moves = [to, whole, away].map(|to| (Plan::Move(to), Wishes::default()));
-        let merges = [true, false].map(|keeps_name| (Plan::Coalesce(merged(keeps_name)), wishes));
-        let plans = merges.into_iter().chain([(Plan::Flatten, Wishes::default())]).chain(moves);
+        let plans = [(Plan::Coalesce(merged), wishes), (Plan::Flatten, Wishes::default())].into_iter().chain(moves);
         for (plan, wishes) in plans {
             let of = (plan == Plan::Flatten).then_some(Identity([0x5e; 16]));
             let copied = of.map(|_| Copied { until_bytes: 7 << 30, half: "12 34".to_owned() });
@@ -470,8 +461,7 @@ mod tests {
                 assert_eq!((Note::from_text(part), is_of_another_version(part)), (None, false), "{part:?}");
             }
         }
-        let bent =
-            Merged { identity: Identity([0; 16]), path: "/vm/a\nb.vhd".into(), parent: "/p".into(), keeps_name: false };
+        let bent = Merged { identity: Identity([0; 16]), path: "/vm/a\nb.vhd".into(), parent: "/p".into() };
         assert_eq!(Plan::Coalesce(bent).to_lines().unwrap_err().kind(), ErrorKind::Unsupported);
     }
     #[test]

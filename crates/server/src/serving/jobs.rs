@@ -558,10 +558,6 @@ pub fn wait_for_all(all: &[mpsc::Receiver<()>], end: Instant) -> bool {
 /// `InvalidInput` for a kind of job that there is not; as [`merge::plan`]; what is wrong with the new place of a disk that is to be moved.
 pub fn plan(graph: &Graph<HostStore>, new: &NewJob) -> Result<Plan> {
     match new.kind.as_str() {
-        "coalesce" if new.keep_name => {
-            let number = merge::find_layer(graph, new.layer.as_deref())?;
-            merge::plan_keeping(graph, number).map(Plan::Coalesce)
-        }
         "coalesce" => merge::plan(graph, new.layer.as_deref()).map(Plan::Coalesce),
         "flatten" => Ok(Plan::Flatten),
         "move" => plan_move(graph, new).map(Plan::Move),
