@@ -496,10 +496,9 @@ class Creating(Qcow2):
 
     def test_preallocated_metadata(self):
         for options in NEW:
-            size_bytes = 8 * MIB + 3 * 512
             with self.subTest(options=options):
                 all_options = f"{options},preallocation=metadata".lstrip(",")
-                ours, theirs = self.ours_and_theirs(all_options, size_bytes)
+                ours, theirs = self.ours_and_theirs(all_options, SIZE_BYTES)
                 bits, order = struct.unpack_from(">I", ours.read_bytes(), 20)[0], 4
                 for part in options.split(","):
                     if part.startswith("refcount_bits="):
@@ -521,8 +520,8 @@ class Creating(Qcow2):
                     image = self.path("p.qcow2")
                     image.unlink(missing_ok=True)
                     words = ["-o", options] if options else []
-                    spile("create", image, "--size", 8 * MIB + 512, *words, f"--preallocate={how}")
-                    self.assertGreaterEqual(image.stat().st_blocks * 512, 8 * MIB)
+                    spile("create", image, "--size", SIZE_BYTES, *words, f"--preallocate={how}")
+                    self.assertGreaterEqual(image.stat().st_blocks * 512, SIZE_BYTES)
                     self.assertSound(image)
                     self.fill(image, 3)
                     self.assertReadsAlike(image)
