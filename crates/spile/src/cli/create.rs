@@ -24,7 +24,7 @@ use crate::units::{format_size, parse_size};
 /// Create an empty disk
 ///
 /// With --parent, the new disk is a child (a differencing VHD, or a qcow2 with a backing file): it reads as the parent until
-/// it is written. The parent must not be changed from then on. A qcow2 can be made and read, but is not served for writing.
+/// it is written. The parent must not be changed from then on.
 #[derive(Debug, Args)]
 pub struct CreateArgs {
     /// The file to make; it must not exist
