@@ -4,7 +4,7 @@
 //! The kind is a format, or `chain`: thirty VHDs, the lowest of which is full, and each child has 4 KiB here and there. The whole disk
 //! is written, and its maps are in memory. The store is silent while the counted reads run.
 
-#[path = "../tests/qcow2_image/mod.rs"]
+#[path = "../tests/it/qcow2_image/mod.rs"]
 mod qcow2_image;
 mod silent;
 

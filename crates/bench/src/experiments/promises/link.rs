@@ -135,10 +135,11 @@ fn pass_on(mut from: UnixStream, mut to: UnixStream, counted: impl Fn(u64)) {
     while let Ok(len) = from.read(&mut piece)
         && len > 0
     {
+        // First: whoever has the answer finds its question counted.
+        counted(len as u64);
         if to.write_all(&piece[..len]).is_err() {
             break;
         }
-        counted(len as u64);
     }
     let _ = from.shutdown(Shutdown::Both);
     let _ = to.shutdown(Shutdown::Both);

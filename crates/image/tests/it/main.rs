@@ -1,0 +1,30 @@
+//! The images: right, damaged, foreign, written to from many threads and opened while they change.
+
+mod beside;
+mod chain;
+mod corpus;
+mod cut_short;
+mod exchange;
+mod footers;
+mod foreign;
+mod hostile;
+mod hostile_raw;
+mod lazy;
+mod parents;
+mod qcow2_cases;
+mod qcow2_chains;
+mod qcow2_check;
+mod qcow2_create;
+mod qcow2_image;
+mod qcow2_repair;
+mod qcow2_walk;
+mod qcow2_write;
+mod races;
+mod reparent;
+mod resize;
+mod resize_on_host;
+mod resize_unused;
+mod space_on_host;
+mod support;
+mod threads;
+mod vectors;

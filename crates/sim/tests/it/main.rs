@@ -1,0 +1,18 @@
+//! The simulator finds what is broken on purpose, and nothing in the code as it is.
+
+mod backup;
+mod changes;
+mod exchange;
+mod gc;
+mod giving_up;
+mod images;
+mod merge;
+mod motion;
+mod qcow2;
+mod rebase;
+mod receive;
+mod resize;
+mod resize_vhd;
+mod told;
+mod toys;
+mod vhd_rules;

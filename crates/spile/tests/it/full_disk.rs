@@ -1,0 +1,88 @@
+//! A thin disk on a file system that is really full, under a verified load, until there is space again.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::common::guests::{Load, serve};
+use crate::common::{eventually, json, ok};
+
+const MIB: u64 = 1 << 20;
+/// The file system, what fills it up at first, and the disk: without the ballast the disk has room.
+const FILE_SYSTEM_BYTES: u64 = 128 * MIB;
+const BALLAST_BYTES: u64 = 80 * MIB;
+const DISK: &str = "64M";
+
+fn does(command: &mut Command) -> Result<(), String> {
+    let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    output.status.success().then_some(()).ok_or_else(|| format!("{command:?}: {}", said.trim()))
+}
+
+/// A small ext4 of our own, on a loop device.
+struct Mounted(PathBuf);
+
+impl Mounted {
+    fn new(dir: &Path) -> Result<Self, String> {
+        let (image, at) = (dir.join("image"), dir.join("mnt"));
+        std::fs::File::create(&image).unwrap().set_len(FILE_SYSTEM_BYTES).unwrap();
+        std::fs::create_dir(&at).unwrap();
+        does(Command::new("mkfs.ext4").args(["-q", "-F", "-m", "0"]).arg(&image))?;
+        does(Command::new("mount").args(["-o", "loop"]).arg(&image).arg(&at))?;
+        Ok(Self(at))
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        // A process that was killed a moment ago may still hold a file.
+        let unmounted = (0..100).find_map(|_| {
+            let done = does(Command::new("umount").arg(&self.0));
+            std::thread::sleep(std::time::Duration::from_millis(if done.is_ok() { 0 } else { 100 }));
+            done.ok()
+        });
+        if unmounted.is_none() {
+            println!("{} stays mounted", self.0.display());
+        }
+    }
+}
+
+fn fills_up_and_goes_on(name: &str, test: &str, cache: &str) {
+    let dir = tempfile::tempdir().unwrap();
+    let mounted = match Mounted::new(dir.path()) {
+        Ok(mounted) => mounted,
+        Err(why) => return println!("SKIP {test}: {why}"),
+    };
+    let at = mounted.0.as_path();
+    let ballast = std::fs::File::create(at.join("ballast")).unwrap();
+    rustix::fs::fallocate(&ballast, rustix::fs::FallocateFlags::empty(), 0, BALLAST_BYTES).unwrap();
+    drop(ballast);
+    ok(at, &["create", name, "--size", DISK]);
+    let served = serve(at, &[name, "--vhost-user", "v", "--on-error", "pause", "--cache", cache]);
+    let mut load = Load::start(at, "v", &["--depth", "16"]);
+    let disk = || json(at, &["ls", "c"])["disks"][0].clone();
+    eventually("the disk waits", || disk()["state"] == "waiting");
+    assert_eq!(disk()["waiting"]["error"]["kind"], "no_space");
+    std::fs::remove_file(at.join("ballast")).unwrap();
+    eventually("the disk goes on", || disk()["state"] == "running");
+    load.goes_on(&served);
+    assert_eq!(load.end(), 0, "the guest has seen an end of its server");
+    assert!(served.terminate().success());
+    if name.ends_with(".vhd") {
+        ok(at, &["check", name]);
+    }
+}
+
+#[test]
+fn a_raw_disk_that_fills_up_loses_nothing() {
+    fills_up_and_goes_on("thin.raw", "a_raw_disk_that_fills_up_loses_nothing", "direct");
+}
+
+#[test]
+fn a_vhd_that_fills_up_loses_nothing() {
+    fills_up_and_goes_on("thin.vhd", "a_vhd_that_fills_up_loses_nothing", "direct");
+}
+
+#[test]
+fn a_vhd_through_the_page_cache_that_fills_up_loses_nothing() {
+    fills_up_and_goes_on("thin.vhd", "a_vhd_through_the_page_cache_that_fills_up_loses_nothing", "page");
+}
