@@ -49,3 +49,25 @@ pub async fn refuse_unfit<F: Files>(tools: &Tools<'_, F>, image: &Path, paths: &
     }
     Ok(())
 }
+
+/// Refuses to write to the image at `image`, a canonical path, when the job of another disk merges it into its parent, or another image into it, and was broken
+/// off: it may have no child any more and be one of that disk's images all the same. `paths` are the files of its folder.
+///
+/// # Errors
+/// `Denied`; the storage's.
+pub async fn refuse_merging<F: Files>(asking: &F, image: &Path, paths: &[PathBuf]) -> Result<()> {
+    for path in paths {
+        let Some(disk) = names::disk_of(path).filter(|disk| disk != image && *path == names::job(disk)) else {
+            continue;
+        };
+        let Some(Note { plan: Plan::Coalesce(Merged { path, parent, .. }), .. }) = Note::look(asking, &disk).await?
+        else {
+            continue;
+        };
+        if path == image || parent == image {
+            let what = format!("a merge of images of {} was broken off, and this is one of them", disk.display());
+            return Err(Error::new(ErrorKind::Denied, what).at_path(image).hint("spile gc finishes it"));
+        }
+    }
+    Ok(())
+}

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use spile_core::{Disk, Error, ErrorKind, Files, Locator, OpenMode, Result};
-use spile_image::layer::Layer as _;
+use spile_image::layer::{Identity, Layer as _};
 use spile_image::{Format, Graph};
 
 use crate::gc::{Family, Tools, described};
@@ -11,11 +11,18 @@ use crate::gone::Gone;
 use crate::names;
 use crate::snapshot::{refuse_job, remove_if_there};
 
-/// Marks `image` as one that goes when it can be merged with `child`, the only one that it has. It may be in use.
+/// Marks `image` as one that goes when it can be merged with `child`, the only one that it has. It may be in use. `list` gives the files of its folder.
 ///
 /// # Errors
-/// `Unsupported` when that could never be done; `Denied` while the child is being moved; `Busy` while somebody else changes its mark; the storage's.
-pub async fn mark<F: Files>(tools: &Tools<'_, F>, image: &Path, format: Option<Format>, child: &Path) -> Result<()> {
+/// `Unsupported` when that could never be done; `Denied` while the child is being moved; `Busy` while somebody else changes its mark, and while a merge of it
+/// or into it is not finished; the storage's.
+pub async fn mark<F: Files>(
+    tools: &Tools<'_, F>,
+    image: &Path,
+    format: Option<Format>,
+    child: &Path,
+    list: impl AsyncFn() -> Result<Vec<PathBuf>>,
+) -> Result<()> {
     if names::disk_of_half(child).is_some() {
         return Err(is_needed(image, child).hint("it is being moved: wait until that is over, and delete this then"));
     }
@@ -39,11 +46,52 @@ pub async fn mark<F: Files>(tools: &Tools<'_, F>, image: &Path, format: Option<F
         let child = child.display();
         return refuse(format!("it is longer than its child {child}, which hides what lies behind its end"));
     }
-    // What a merge has begun is so, also when the image is deleted once more.
     let _alone = Gone::lock(tools.files, image).await?;
-    let is_merged =
-        Gone::read(tools.asking, image).await?.is_some_and(|there| there.is_merged && there.identity == identity);
-    Gone { identity, child: child_identity, is_merged }.write(tools.files, image).await
+    match Gone::read(tools.asking, image).await?.filter(|there| there.identity == identity) {
+        Some(there) if there.child == child_identity => return Ok(()),
+        Some(there) if there.is_merged => return Err(is_half_merged(image)),
+        _ => {}
+    }
+    Gone { identity, child: child_identity, is_merged: false }.write(tools.files, image).await?;
+    // A merge of this image into its own parent looks for this mark once it has the image locked.
+    let may_be = match tools.files.open(&image.into(), OpenMode::ReadOnly).await {
+        Ok(_alone) => match list().await {
+            Ok(paths) => refuse_half_merged(tools, image, identity, &paths).await,
+            Err(error) => Err(error),
+        },
+        Err(error) => Err(error),
+    };
+    match may_be {
+        Err(error) => Gone::remove(tools.files, image).await.and(Err(error)),
+        Ok(()) => Ok(()),
+    }
+}
+
+/// Refuses an image that was to keep its name while it is merged into its parent, which was deleted, when children of the image name that parent already;
+/// and a file that has the names of both. Until that is done, what is said of one name is not true for the other.
+async fn refuse_half_merged<F: Files>(
+    tools: &Tools<'_, F>,
+    image: &Path,
+    identity: Identity,
+    paths: &[PathBuf],
+) -> Result<()> {
+    let store = tools.asking.open(&image.into(), OpenMode::ReadOnly).await?;
+    let family = Family::ask(tools, paths).await;
+    for path in paths.iter().filter(|path| names::is_gone(path)) {
+        let Some(other) = names::disk_of(path).filter(|other| other != image) else { continue };
+        let Some(gone) = Gone::read(tools.asking, &other).await?.filter(|gone| gone.is_merged) else { continue };
+        let is_other_name = gone.identity == identity && tools.asking.is_at(&store, &other).await?;
+        let has_others = gone.child == identity && family.children_of(&other)?.iter().any(|child| child != image);
+        if is_other_name || has_others {
+            return Err(is_half_merged(image));
+        }
+    }
+    Ok(())
+}
+
+fn is_half_merged(image: &Path) -> Error {
+    let what = "a merge of it with its parent or its child, which was deleted, has begun and is not finished";
+    Error::new(ErrorKind::Busy, what).at_path(image).hint("spile gc finishes it; then delete this")
 }
 
 /// Takes the mark of `image` back: it is an image as every other one.
@@ -104,8 +152,11 @@ async fn refuse_needed<F: Files>(
     list: impl AsyncFn() -> Result<Vec<PathBuf>>,
 ) -> Result<()> {
     refuse_job(tools.files, path).await?;
-    let Some(child) = Family::ask(tools, &list().await?).await.children_of(path)?.first().cloned() else {
-        return Ok(());
+    let paths = list().await?;
+    let family = Family::ask(tools, &paths).await;
+    let Some(child) = family.children_of(path)?.first().cloned() else {
+        let Some(identity) = described(tools, path, None).await?.identity else { return Ok(()) };
+        return refuse_half_merged(tools, path, identity, &paths).await;
     };
     let hint = "merge it into its parent by spile coalesce, or delete the child first; spile tree shows the family";
     Err(is_needed(path, &child).hint(hint))

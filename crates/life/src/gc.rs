@@ -1,14 +1,14 @@
 //! What becomes of images that were deleted while they had a child ([`crate::gone`]), and of what was broken off.
 //!
-//! Nothing goes that is not proven to be of no use. Of an image that was deleted nothing is lost: its only child, when that is a disk's own
-//! image, is merged into it. Everything else waits, and says why.
+//! Nothing goes that is not proven to be of no use. Of an image that was deleted nothing is lost: its only child is merged into it, and it takes the child's
+//! name, whether that is a disk's own image or a snapshot that its user keeps. Everything else waits, and says why.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use spile_core::{Env, Error, ErrorKind, Files, Locator, OpenMode, Result};
-use spile_image::{Format, Graph, LayerInfo, MAX_LAYERS, describe};
+use spile_image::{Format, Graph, GraphLayer, LayerInfo, MAX_LAYERS, describe};
 use spile_node::Node;
 
 use crate::gone::Gone;
@@ -94,8 +94,14 @@ async fn named_parents<F: Files>(asking: &F, path: &Path, format: Format) -> Res
 /// What is to be done with an image that was deleted while it had a child.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Its only child, the leaf of this disk, is merged into it.
-    Merge(PathBuf),
+    /// Its only child is merged into it.
+    Merge {
+        /// The child.
+        child: PathBuf,
+        /// The disks that have both, of which one is to be opened for it. The child itself, when that is a disk's own image. Those come first of which a
+        /// job is not finished.
+        disks: Vec<PathBuf>,
+    },
     /// The image is gone, or is another one by now: the note says nothing.
     Stale,
     /// Nothing, for this reason.
@@ -118,6 +124,16 @@ impl Verdict {
 /// # Errors
 /// The storage's: then nothing is known.
 pub async fn verdict<F: Files>(tools: &Tools<'_, F>, family: &Family, image: &Path) -> Result<Verdict> {
+    match judge(tools, family, image).await {
+        // Another process merges its relatives right now, and they change their names.
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            Ok(Verdict::waits(format!("a file of its family has just gone: {error}")))
+        }
+        judged => judged,
+    }
+}
+
+async fn judge<F: Files>(tools: &Tools<'_, F>, family: &Family, image: &Path) -> Result<Verdict> {
     let asking = tools.asking;
     let identity = match described(tools, image, None).await {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Verdict::Stale),
@@ -155,26 +171,42 @@ pub async fn verdict<F: Files>(tools: &Tools<'_, F>, family: &Family, image: &Pa
         let why = format!("its child was another one when it was deleted, and is {now} now: delete it again");
         return Ok(Verdict::waits(why));
     }
-    Ok(match family.children_of(child)? {
-        [] => Verdict::Merge(child.clone()),
-        _ => {
-            let why = format!("its child {} is a parent itself, and keeps its name", shown(child));
-            Verdict::Waits { why, disk: disk_above(asking, family, child).await? }
+    let disks = disks_above(asking, family, child).await?;
+    let is_deleted = Gone::read(asking, child).await?.is_some_and(|there| there.identity == gone.child);
+    Ok(match disks.first() {
+        Some(disk) if is_deleted && disk == child => {
+            let child = shown(child);
+            Verdict::waits(format!("its child {child} was deleted, too, and has none any more: delete {child} again"))
         }
+        None => Verdict::waits(format!("no disk of this folder has its child {} among its images", shown(child))),
+        Some(disk) if is_deleted => {
+            let why = format!("its child {} was deleted, too, and goes first", shown(child));
+            Verdict::Waits { why, disk: Some(disk.clone()) }
+        }
+        Some(_) => Verdict::Merge { child: child.clone(), disks },
     })
 }
 
-/// The disk whose leaf is to be merged into `image`, when that was deleted, and all images between were, too.
-async fn disk_above<F: Files>(asking: &F, family: &Family, image: &Path) -> Result<Option<PathBuf>> {
-    let mut image = image;
-    for _ in 0..MAX_LAYERS {
-        image = match family.children_of(image)? {
-            [] => return Ok(names::disk_of_half(image).is_none().then(|| image.to_owned())),
-            [child] if asking.canonical(&names::gone(image)).await.is_ok() => child,
-            _ => return Ok(None),
-        };
+/// The disks of the folder that have `image` among their images, or are it: those first of which a job is not finished.
+async fn disks_above<F: Files>(asking: &F, family: &Family, image: &Path) -> Result<Vec<PathBuf>> {
+    let (mut disks, mut asked, mut left) = (Vec::new(), BTreeSet::new(), vec![image]);
+    while let Some(next) = left.pop() {
+        // Images may name each other.
+        if !asked.insert(next) || names::disk_of_half(next).is_some() || next.parent() != image.parent() {
+            continue;
+        }
+        match family.children_of(next)? {
+            [] => disks.push(next.to_owned()),
+            children => left.extend(children.iter().map(|child| &**child)),
+        }
     }
-    Ok(None)
+    disks.sort_unstable();
+    let mut ordered = Vec::new();
+    for disk in disks {
+        let is_first = asking.canonical(&names::job(&disk)).await.is_ok();
+        ordered.insert(if is_first { 0 } else { ordered.len() }, disk);
+    }
+    Ok(ordered)
 }
 
 /// What there is to know of one image without its parents.
@@ -208,8 +240,22 @@ pub struct Found {
     pub path: PathBuf,
     /// The disk to open for it; for a note that says nothing, the image that it is of.
     pub disk: Option<PathBuf>,
+    /// Other disks that could be opened for it as well.
+    pub others: Vec<PathBuf>,
+    /// The image that an image that was deleted is merged with.
+    pub child: Option<PathBuf>,
     /// Why it waits.
     pub why: Option<String>,
+}
+
+impl Found {
+    fn of(kind: Kind, path: &Path, disk: Option<PathBuf>, why: Option<String>) -> Self {
+        Self { kind, path: path.to_owned(), disk, others: Vec::new(), child: None, why }
+    }
+
+    fn with_others(self, others: Vec<PathBuf>) -> Self {
+        Self { others, ..self }
+    }
 }
 
 /// What there is to do among `paths`, the files of a folder, canonical. What cannot be judged waits, and says why.
@@ -225,7 +271,7 @@ pub async fn look<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf]) -> Vec<Foun
             found.push(deleted(tools, &family, path, &disk).await);
         } else if *path == names::set(&disk) {
             if !paths.contains(&disk) {
-                found.push(Found { kind: Kind::StaleNote, path: path.clone(), disk: Some(disk), why: None });
+                found.push(Found::of(Kind::StaleNote, path, Some(disk), None));
             }
         } else if let Some(kind) = kind_of(path, &disk) {
             let is_there = tools.asking.canonical(&disk).await.is_ok();
@@ -234,7 +280,7 @@ pub async fn look<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf]) -> Vec<Foun
                 true => None,
                 false => Some("its disk is gone: nobody can tell whether the file is of use".to_owned()),
             };
-            found.push(Found { kind, path: path.clone(), disk: is_there.then_some(disk), why });
+            found.push(Found::of(kind, path, is_there.then_some(disk), why));
         }
     }
     found
@@ -249,14 +295,15 @@ fn kind_of(path: &Path, disk: &Path) -> Option<Kind> {
 }
 
 async fn deleted<F: Files>(tools: &Tools<'_, F>, family: &Family, note: &Path, image: &Path) -> Found {
-    let (kind, path) = (Kind::Deleted, image.to_owned());
+    let found = |disk, why| Found::of(Kind::Deleted, image, disk, why);
     match verdict(tools, family, image).await {
-        Ok(Verdict::Merge(leaf)) => Found { kind, path, disk: Some(leaf), why: None },
-        Ok(Verdict::Stale) => {
-            Found { kind: Kind::StaleNote, path: note.to_owned(), disk: Some(image.to_owned()), why: None }
+        Ok(Verdict::Merge { child, disks }) => {
+            let mut disks = disks.into_iter();
+            Found { child: Some(child), ..found(disks.next(), None) }.with_others(disks.collect())
         }
-        Ok(Verdict::Waits { why, disk }) => Found { kind, path, disk, why: Some(why) },
-        Err(error) => Found { kind, path, disk: None, why: Some(error.to_string()) },
+        Ok(Verdict::Stale) => Found::of(Kind::StaleNote, note, Some(image.to_owned()), None),
+        Ok(Verdict::Waits { why, disk }) => found(disk, Some(why)),
+        Err(error) => found(None, Some(error.to_string())),
     }
 }
 
@@ -274,27 +321,61 @@ pub async fn tidy<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf], image: &Pat
     };
     match verdict(tools, &Family::ask(tools, paths).await, image).await? {
         Verdict::Stale => Gone::remove(tools.files, image).await,
-        Verdict::Merge(_) | Verdict::Waits { .. } => Ok(()),
+        Verdict::Merge { .. } | Verdict::Waits { .. } => Ok(()),
     }
 }
 
-/// The deleted image that the disk at `disk`, a leaf, is to be merged into now. `paths` are the files of its folder.
+/// An image of a disk that is to be merged into its parent, which was deleted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Next {
+    /// The image: the disk's own one, or a snapshot that is kept.
+    pub child: PathBuf,
+    /// Its parent.
+    pub parent: PathBuf,
+}
+
+/// The merge that is to be done next for the disk at `disk`, a leaf: of those that can be done now the one that is nearest to it, but for those into the
+/// parents `left_out`. `paths` are the files of its folder.
 ///
 /// # Errors
 /// The storage's.
-pub async fn deleted_parent<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf], disk: &Path) -> Result<Option<PathBuf>> {
-    let Some(format) = Format::from_extension(disk) else { return Ok(None) };
+pub async fn next_merge<F: Files>(
+    tools: &Tools<'_, F>,
+    paths: &[PathBuf],
+    disk: &Path,
+    left_out: &[PathBuf],
+) -> Result<Option<Next>> {
     // The disk may be in use, and grow or shrink while it is read.
     let torn = |error: Error| match is_no_image(error.kind()) {
         true => Error::new(ErrorKind::Busy, format!("the image was being changed while it was read: {error}")),
         false => error,
     };
-    for parent in named_parents(tools.asking, disk, format).await.map_err(torn)? {
-        if tools.asking.canonical(&names::gone(&parent)).await.is_err() {
-            continue;
+    // Images beneath the disk may be merged by other disks right now, and their names go.
+    let is_away = |error: &Error| error.kind() == ErrorKind::NotFound;
+    let (mut child, mut family) = (disk.to_owned(), None);
+    for _ in 0..MAX_LAYERS {
+        let Some(format) = Format::from_extension(&child) else { return Ok(None) };
+        let named = match named_parents(tools.asking, &child, format).await {
+            Err(error) if is_away(&error) && child != disk => return Ok(None),
+            named => named.map_err(torn)?,
+        };
+        for parent in &named {
+            if left_out.contains(parent) || tools.asking.canonical(&names::gone(parent)).await.is_err() {
+                continue;
+            }
+            if family.is_none() {
+                family = Some(Family::ask(tools, paths).await);
+            }
+            let Some(family) = &family else { continue };
+            match verdict(tools, family, parent).await? {
+                Verdict::Merge { child: of, .. } if of == child => {
+                    return Ok(Some(Next { child, parent: parent.clone() }));
+                }
+                _ => {}
+            }
         }
-        let verdict = verdict(tools, &Family::ask(tools, paths).await, &parent).await?;
-        return Ok((verdict == Verdict::Merge(disk.to_owned())).then_some(parent));
+        let Some(parent) = named.into_iter().next() else { return Ok(None) };
+        child = parent;
     }
     Ok(None)
 }
@@ -308,7 +389,7 @@ pub async fn begin_merge<F: Files>(tools: &Tools<'_, F>, image: &Path) -> Result
 }
 
 /// Does what there is to do for the disk `node`, which is open for writing here: goes on with its merge or flatten, and merges it into its
-/// deleted parents, one after the other. `list` gives the files of the disk's folder, and `run` does a job.
+/// deleted parents, one after the other, and its other images into theirs. `list` gives the files of the disk's folder, and `run` does a job.
 ///
 /// # Errors
 /// `Busy` when the disk has a job that its user has paused, or that takes it elsewhere; the jobs' and the storage's.
@@ -334,20 +415,42 @@ pub async fn collect<F: Files>(
     drop(leaf);
     // Nobody writes a note of a job but who has the disk open for writing.
     remove_if_there(tools.files, &names::new_job(&disk)).await?;
-    while let Some(parent) = deleted_parent(tools, &list().await?, &disk).await? {
-        let graph = node.graph().await;
-        if graph.handles().get(1).is_none_or(|layer| layer.path() != parent) {
-            return Ok(());
+    let (mut left_out, mut in_use) = (Vec::new(), Ok(()));
+    while let Some(Next { child, parent }) = next_merge(tools, &list().await?, &disk, &left_out).await? {
+        match merge_next(tools, node, &child, &parent, &run).await {
+            // Another disk has it, or somebody reads it. What lies deeper may be free.
+            Err(error) if error.kind() == ErrorKind::Busy && child != disk => {
+                left_out.push(parent);
+                in_use = Err(error);
+            }
+            Ok(false) => return Ok(()),
+            done => {
+                done?;
+                tidy(tools, &list().await?, &parent).await?;
+            }
         }
-        if !begin_merge(tools, &parent).await? {
-            return Ok(());
-        }
-        let merge = Plan::Coalesce(merge::plan(&graph, None)?);
-        drop(graph);
-        run(merge, Wishes::default()).await?;
-        tidy(tools, &list().await?, &parent).await?;
     }
-    Ok(())
+    in_use
+}
+
+/// Merges the layer `child` of the disk `node` into `parent`, which was deleted. False when the disk has them no more, or somebody keeps the parent after all.
+async fn merge_next<F: Files>(
+    tools: &Tools<'_, F>,
+    node: &Node<Graph<F::Store>>,
+    child: &Path,
+    parent: &Path,
+    run: &impl AsyncFn(Plan, Wishes) -> Result<()>,
+) -> Result<bool> {
+    let graph = node.graph().await;
+    let is_it = |pair: &[Arc<GraphLayer<F::Store>>]| pair[0].path() == child && pair[1].path() == parent;
+    let Some(number) = graph.handles().windows(2).position(is_it) else { return Ok(false) };
+    if !begin_merge(tools, parent).await? {
+        return Ok(false);
+    }
+    let merge = Plan::Coalesce(merge::plan_keeping(&graph, number)?);
+    drop(graph);
+    run(merge, Wishes::default()).await?;
+    Ok(true)
 }
 
 /// Refuses to go on with what its user has paused, and with what takes a disk elsewhere.

@@ -7,7 +7,8 @@
 use std::path::Path;
 
 use spile_core::{ErrorKind, Files, Locator, OpenMode, Result};
-use spile_image::layer::Identity;
+use spile_image::GraphLayer;
+use spile_image::layer::{Identity, Layer as _};
 
 use crate::jobs::note::{from_hex, read_text, to_hex, write_text};
 use crate::names;
@@ -103,6 +104,15 @@ impl Gone {
     /// The system's.
     pub async fn read<F: Files>(files: &F, image: &Path) -> Result<Option<Self>> {
         Ok(read_text(files, &names::gone(image)).await?.and_then(|text| Self::from_text(&text)))
+    }
+
+    /// The note of the image of `layer`, when it is of this very image.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) async fn of<F: Files>(files: &F, layer: &GraphLayer<F::Store>) -> Result<Option<Self>> {
+        let identity = layer.image().identity();
+        Ok(Self::read(files, layer.path()).await?.filter(|gone| Some(gone.identity) == identity))
     }
 
     /// Removes the note of `image`, if there is one.

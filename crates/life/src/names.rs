@@ -21,6 +21,11 @@ pub fn new_job(disk: &Path) -> PathBuf {
     beside(disk, "new-job")
 }
 
+/// What is to take this name in one step, in the place of the image that has it: another image, which has one more name meanwhile.
+pub fn taking(image: &Path) -> PathBuf {
+    beside(image, "taking")
+}
+
 /// The blocks that have changed since each checkpoint of the disk.
 pub fn changes(disk: &Path) -> PathBuf {
     beside(disk, "changes")
@@ -163,7 +168,7 @@ mod tests {
         let here = [new_leaf, job, new_job, changes, moving, moved, new_moved, fleece, gone, new_gone, children, set]
             .map(|of| of(disk));
         let from_elsewhere =
-            [receiving, received, new_received, new_changes, came, new_came, left, new_left, moving_parent]
+            [receiving, received, new_received, new_changes, came, new_came, left, new_left, moving_parent, taking]
                 .map(|of| of(disk));
         let named = here.into_iter().chain(from_elsewhere);
         for beside in named {

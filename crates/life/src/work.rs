@@ -238,7 +238,18 @@ impl<F: Files> Work<'_, F> {
         known: &[&Path],
     ) -> Result<Vec<PathBuf>> {
         use spile_image::layer::Layer as _;
-        let (path, identity) = (self.files.canonical(parent.path()).await?, parent.image().identity());
+        self.children_at(neighbours, parent.path(), parent.image().identity(), known).await
+    }
+
+    /// As [`Work::other_children`], of the image of this identity under the name `parent`: a file may have two names.
+    pub(crate) async fn children_at(
+        &self,
+        neighbours: &[PathBuf],
+        parent: &Path,
+        identity: Option<Identity>,
+        known: &[&Path],
+    ) -> Result<Vec<PathBuf>> {
+        let path = self.files.canonical(parent).await?;
         let mut all_known = Vec::new();
         for known in known {
             all_known.push(self.files.canonical(known).await?);

@@ -5,7 +5,7 @@
 //! locks, for reading only.
 
 use std::io::{Read as _, Write as _};
-use std::os::unix::fs::FileTypeExt as _;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -13,6 +13,7 @@ use spile_core::{Error, ErrorKind, Files as _, Result, ResultExt as _};
 use spile_engine::run_blocking;
 use spile_image::layer::Identity;
 use spile_image::{LayerInfo, is_child_of};
+use spile_life::base::refuse_merging;
 use spile_life::names;
 use spile_store::{CacheMode, OsFiles};
 
@@ -23,12 +24,20 @@ const MOST_IMAGES: usize = 2048;
 /// How long is looked, at most about.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// Refuses a disk, by its layers, whose image is the parent of another one in its folder.
+/// Refuses a disk, by its layers, whose image is the parent of another one in its folder, or is to be one once a merge that was broken off is done.
 ///
 /// # Errors
-/// `Denied`, naming the child.
+/// `Denied`, naming the child or the disk of the merge.
 pub async fn refuse_parent(layers: &[LayerInfo]) -> Result<()> {
     let Some(image) = layers.first().filter(|image| image.path.is_absolute()) else { return Ok(()) };
+    if let Some(other) = other_name(&image.path) {
+        let what = format!("it has the name {}, too, because a merge was broken off", other.display());
+        return Err(Error::new(ErrorKind::Denied, what).at_path(&image.path).hint("spile gc finishes it"));
+    }
+    let (asking, path) = (OsFiles::new(CacheMode::Page).without_locks(true), image.path.clone());
+    let is_note = |other: &Path| names::disk_of(other).is_some_and(|disk| names::job(&disk) == other);
+    let notes = run_blocking(&image.path, move || neighbours(&path, MOST_NAMES, is_note)).await;
+    refuse_merging(&asking, &image.path, &notes.images).await?;
     match child_of(&image.path, image.identity).await {
         Children::None => Ok(()),
         Children::NotAllAsked => {
@@ -41,6 +50,17 @@ pub async fn refuse_parent(layers: &[LayerInfo]) -> Result<()> {
              --write-parent if the child is of no use any more",
         )),
     }
+}
+
+/// The other name of the file at `path` when one of both is that of an image that was deleted: a merge gives it the name of its child, and was broken off
+/// before it has lost its own. Children may name it by either.
+fn other_name(path: &Path) -> Option<PathBuf> {
+    let stat = path.metadata().ok().filter(|stat| stat.nlink() > 1)?;
+    let id = |stat: &std::fs::Metadata| (stat.dev(), stat.ino());
+    let is_deleted = |image: &Path| names::gone(image).exists();
+    let others = std::fs::read_dir(path.parent()?).ok()?.flatten().map(|entry| entry.path());
+    let mut same = others.filter(|other| other != path && other.metadata().is_ok_and(|other| id(&other) == id(&stat)));
+    same.find(|other| is_deleted(other) || is_deleted(path))
 }
 
 /// Refuses to have another disk written over the file at `path`, whatever that holds, when an image in its folder names it as

@@ -50,6 +50,10 @@ pub enum Broken {
     ForgetBeforeSync,
     /// The merged layer is removed before its child names another parent.
     RemoveBeforeNames,
+    /// The parent of a merged layer takes its name before the layer's children name the parent.
+    NameBeforeChildren,
+    /// The merged layer loses its name before its parent gets that.
+    NoNameBetween,
     /// The copy of a piece does not keep guests out of it.
     CopyWithoutLock,
     /// While a disk is moved, a block counts as copied from the moment on when it was read, and not from before.

@@ -35,6 +35,8 @@ pub struct Merged {
     pub path: PathBuf,
     /// Where its parent lay.
     pub parent: PathBuf,
+    /// It is a snapshot that its user keeps: in the end its parent takes its name. The leaf's parent always does that.
+    pub keeps_name: bool,
 }
 
 /// What its users want of a job, besides what it does.
@@ -100,6 +102,8 @@ const ANY_HEAD: &str = "spile job ";
 const HEAD: &str = "spile job 1";
 /// A line of the note of a move that keeps the chain.
 const KEEPS_CHAIN: &str = "chain keep";
+/// The first line of a merge whose layer keeps its name. Versions that do not know it leave such a note alone.
+const KEEPING: &str = "coalesce keeping name";
 /// The last line: without it the note was not written to its end.
 const END: &str = "end";
 /// No note is longer.
@@ -117,9 +121,9 @@ impl Plan {
 
     fn to_lines(&self) -> Result<String> {
         Ok(match self {
-            Self::Coalesce(Merged { identity, path, parent }) => {
-                let hex = to_hex(*identity);
-                format!("coalesce\nidentity {hex}\nlayer {}\nparent {}\n", text_of(path)?, text_of(parent)?)
+            Self::Coalesce(Merged { identity, path, parent, keeps_name }) => {
+                let (hex, kind) = (to_hex(*identity), if *keeps_name { KEEPING } else { "coalesce" });
+                format!("{kind}\nidentity {hex}\nlayer {}\nparent {}\n", text_of(path)?, text_of(parent)?)
             }
             Self::Flatten => "flatten\n".to_owned(),
             Self::Move(Move { to, format, deletes_source, keeps_chain, stays, has_no_mark, id }) => {
@@ -138,10 +142,10 @@ impl Plan {
         let mut next = |before: &str| lines.next()?.strip_prefix(before);
         match next("")? {
             "flatten" => Some(Self::Flatten),
-            "coalesce" => {
+            kind @ ("coalesce" | KEEPING) => {
                 let identity = Identity(from_hex(next("identity ")?)?);
                 let (path, parent) = (next("layer ")?.into(), next("parent ")?.into());
-                Some(Self::Coalesce(Merged { identity, path, parent }))
+                Some(Self::Coalesce(Merged { identity, path, parent, keeps_name: kind == KEEPING }))
             }
             kind => {
                 let id = match kind.strip_prefix("move")? {
@@ -335,7 +339,7 @@ impl Note {
     ///
     /// # Errors
     /// The system's.
-    pub(crate) async fn look<F: Files>(files: &F, disk: &Path) -> Result<Option<Self>> {
+    pub async fn look<F: Files>(files: &F, disk: &Path) -> Result<Option<Self>> {
         Ok(read_text(files, &names::job(disk)).await?.and_then(|text| Self::from_text(&text)))
     }
 
@@ -432,8 +436,12 @@ mod tests {
 
     #[test]
     fn a_note_is_read_back_only_when_it_is_whole() {
-        let merged =
-            Merged { identity: Identity([0xa7; 16]), path: "/vm/a b.vhd".into(), parent: "/base/p.vhd".into() };
+        let merged = |keeps_name| Merged {
+            identity: Identity([0xa7; 16]),
+            path: "/vm/a b.vhd".into(),
+            parent: "/base/p.vhd".into(),
+            keeps_name,
+        };
         let wishes = Wishes { is_paused: true, limit_bytes_per_s: Some(7 << 20) };
         let to = Move {
             to: Locator::Path("/new/c d.raw".into()),
@@ -447,7 +455,8 @@ mod tests {
         let away = Move { to: Locator::Nbd("nbd://h/x".to_owned()), id: Some(Identity([0x3c; 16])), ..to.clone() };
         let whole = Move { keeps_chain: true, ..to.clone() };
         let moves = [to, whole, away].map(|to| (Plan::Move(to), Wishes::default()));
-        let plans = [(Plan::Coalesce(merged), wishes), (Plan::Flatten, Wishes::default())].into_iter().chain(moves);
+        let merges = [true, false].map(|keeps_name| (Plan::Coalesce(merged(keeps_name)), wishes));
+        let plans = merges.into_iter().chain([(Plan::Flatten, Wishes::default())]).chain(moves);
         for (plan, wishes) in plans {
             let of = (plan == Plan::Flatten).then_some(Identity([0x5e; 16]));
             let copied = of.map(|_| Copied { until_bytes: 7 << 30, half: "12 34".to_owned() });
@@ -461,7 +470,8 @@ mod tests {
                 assert_eq!((Note::from_text(part), is_of_another_version(part)), (None, false), "{part:?}");
             }
         }
-        let bent = Merged { identity: Identity([0; 16]), path: "/vm/a\nb.vhd".into(), parent: "/p".into() };
+        let bent =
+            Merged { identity: Identity([0; 16]), path: "/vm/a\nb.vhd".into(), parent: "/p".into(), keeps_name: false };
         assert_eq!(Plan::Coalesce(bent).to_lines().unwrap_err().kind(), ErrorKind::Unsupported);
     }
     #[test]

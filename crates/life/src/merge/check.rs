@@ -7,11 +7,15 @@ use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph};
 
 use super::refuse;
+use crate::gone::Gone;
 use crate::jobs::Merged;
-use crate::work::{GraphOf, Work, size_of};
+use crate::names;
+use crate::work::{GraphOf, LayerOf, Work, size_of};
 
 /// What was found before a merge begins.
 pub(super) struct Checked {
+    /// The layer keeps its name.
+    keeps_name: bool,
     /// Children of the layer that the disk does not use.
     pub others: Vec<PathBuf>,
 }
@@ -67,7 +71,20 @@ fn find_path<'a>(paths: impl Iterator<Item = &'a Path> + Clone, name: &str) -> R
 /// `NotFound` as [`find_layer`]; `InvalidInput` for a layer without a parent; `Unsupported` for a format without identities, and for a leaf
 /// whose parent cannot take its name.
 pub fn plan<S: Store>(graph: &Graph<S>, name: Option<&str>) -> Result<Merged> {
-    let number = find_layer(graph, name)?;
+    plan_of(graph, find_layer(graph, name)?)
+}
+
+/// The plan to merge the layer of this number of `graph` into its parent, which was deleted and takes the layer's name in the end.
+///
+/// # Errors
+/// As [`plan`]'s; `Unsupported` also when the parent cannot take the layer's name.
+pub fn plan_keeping<S: Store>(graph: &Graph<S>, number: usize) -> Result<Merged> {
+    let merged = plan_of(graph, number)?;
+    check_takes_place(graph, number)?;
+    Ok(Merged { keeps_name: number > 0, ..merged })
+}
+
+fn plan_of<S: Store>(graph: &Graph<S>, number: usize) -> Result<Merged> {
     let layer = &graph.handles()[number];
     let Some(parent) = graph.handles().get(number + 1) else {
         let what = "the layer has no parent that it could be merged into".to_owned();
@@ -78,13 +95,19 @@ pub fn plan<S: Store>(graph: &Graph<S>, name: Option<&str>) -> Result<Merged> {
         return Err(refuse(ErrorKind::Unsupported, what, layer.path(), "copy the disk by spile convert"));
     };
     if number == 0 {
-        check_takes_place(graph)?;
+        check_takes_place(graph, number)?;
     }
-    Ok(Merged { identity, path: layer.path().to_owned(), parent: parent.path().to_owned() })
+    let (path, parent) = (layer.path().to_owned(), parent.path().to_owned());
+    Ok(Merged { identity, path, parent, keeps_name: false })
 }
 
 /// Refuses what cannot be merged.
-pub(super) async fn check<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, number: usize) -> Result<Checked> {
+pub(super) async fn check<F: Files>(
+    work: &Work<'_, F>,
+    graph: &GraphOf<F>,
+    number: usize,
+    keeps_name: bool,
+) -> Result<Checked> {
     let (layer, Some(parent)) = (&graph.handles()[number], graph.handles().get(number + 1)) else {
         let what = "the layer has no parent that it could be merged into".to_owned();
         return Err(refuse(ErrorKind::InvalidInput, what, graph.handles()[number].path(), "the last layer stays"));
@@ -98,9 +121,10 @@ pub(super) async fn check<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, numb
         check_place(image.path())?;
     }
     check_sizes(graph, number)?;
-    if number == 0 {
-        check_takes_place(graph)?;
+    if number == 0 || keeps_name {
+        check_takes_place(graph, number)?;
     }
+    check_mark(work, graph, number, keeps_name).await?;
     let others = other_children(work, graph, number).await?;
     for other in &others {
         if let Some(format) = Format::from_extension(other).filter(|format| !format.about().has_jobs) {
@@ -121,7 +145,7 @@ pub(super) async fn check<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, numb
         let what = format!("{} is a child of this disk", other.display());
         return Err(refuse(ErrorKind::Denied, what, layer.path(), "its parent would be gone"));
     }
-    Ok(Checked { others })
+    Ok(Checked { keeps_name, others })
 }
 
 /// `error` of opening the child at `other`: one that was there a moment ago was deleted, or has another name now.
@@ -146,6 +170,10 @@ impl Checked {
         graph: &GraphOf<F>,
         number: usize,
     ) -> Result<()> {
+        if self.keeps_name {
+            // Who deletes it looks for this lock once the mark is there.
+            refuse_deleted(work, &graph.handles()[number]).await?;
+        }
         let others = other_children(work, graph, number).await?;
         match others.iter().find(|other| !self.others.contains(other)) {
             Some(new) => {
@@ -202,9 +230,60 @@ fn check_sizes<S: Store>(graph: &Graph<S>, number: usize) -> Result<()> {
     Err(refuse(ErrorKind::Unsupported, why, layers[number].path(), hint))
 }
 
-/// The leaf's parent must be able to take the leaf's name.
-fn check_takes_place<S: Store>(graph: &Graph<S>) -> Result<()> {
-    let (leaf, parent) = (&graph.handles()[0], &graph.handles()[1]);
+/// What the mark of a parent that was deleted says ([`Gone`]): once the merge of its child into it has begun, no other image may be merged into
+/// it, for the file may have the name of that child by now, too. A layer keeps its name only where such a mark is, and when it was not deleted itself.
+async fn check_mark<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, number: usize, keeps_name: bool) -> Result<()> {
+    let (layer, parent) = (&graph.handles()[number], &graph.handles()[number + 1]);
+    for image in [layer, parent] {
+        refuse_two_names(work, image).await?;
+    }
+    if number > 0 && Gone::of(work.asking, layer).await?.is_some_and(|gone| gone.is_merged) {
+        let what = "another image was merged into this one, and that is not finished".to_owned();
+        return Err(refuse(ErrorKind::Busy, what, layer.path(), "spile gc finishes it"));
+    }
+    let gone = Gone::of(work.asking, parent).await?.filter(|gone| gone.is_merged);
+    let is_ours = gone.map(|gone| Some(gone.child) == layer.image().identity());
+    if is_ours == Some(false) {
+        let what = "another image was merged into this one, and that is not finished".to_owned();
+        return Err(refuse(ErrorKind::Busy, what, parent.path(), "spile gc finishes it"));
+    }
+    if !keeps_name {
+        return Ok(());
+    }
+    if is_ours.is_none() {
+        let what = "only an image that was deleted gives up its name for that of its child".to_owned();
+        return Err(refuse(ErrorKind::Denied, what, parent.path(), "spile delete marks it, and spile gc merges"));
+    }
+    refuse_deleted(work, layer).await
+}
+
+/// Refuses a layer that is to keep its name, and was deleted.
+async fn refuse_deleted<F: Files>(work: &Work<'_, F>, layer: &LayerOf<F>) -> Result<()> {
+    match Gone::of(work.asking, layer).await? {
+        Some(_) => {
+            let what = "the image was deleted itself: its own child is merged into it first".to_owned();
+            Err(refuse(ErrorKind::Busy, what, layer.path(), "spile gc does one after the other"))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Refuses an image that has the name of an image that was deleted, too: it was about to lose that, and children may name it by either.
+async fn refuse_two_names<F: Files>(work: &Work<'_, F>, image: &LayerOf<F>) -> Result<()> {
+    let path = work.files.canonical(image.path()).await?;
+    for note in work.neighbours.list().await?.iter().filter(|note| names::is_gone(note)) {
+        let Some(other) = names::disk_of(note).filter(|other| *other != path) else { continue };
+        if work.files.is_at(image.image().store(), &other).await? {
+            let what = format!("the image has the name {}, too: a merge was broken off", other.display());
+            return Err(refuse(ErrorKind::Busy, what, &path, "spile gc finishes it"));
+        }
+    }
+    Ok(())
+}
+
+/// The parent of this layer must be able to take the layer's name.
+fn check_takes_place<S: Store>(graph: &Graph<S>, number: usize) -> Result<()> {
+    let (leaf, parent) = (&graph.handles()[number], &graph.handles()[number + 1]);
     let (format, of_parent) = (leaf.image().format(), parent.image().format());
     if format != of_parent {
         let what = format!("its parent is a {of_parent} image and cannot take the name of a {format} image");
@@ -213,6 +292,9 @@ fn check_takes_place<S: Store>(graph: &Graph<S>) -> Result<()> {
     if leaf.path().parent() != parent.path().parent() {
         let what = format!("its parent {} lies in another folder and cannot take its name", parent.path().display());
         return Err(refuse(ErrorKind::Unsupported, what, leaf.path(), "flatten the disk: then it needs no parent"));
+    }
+    if number > 0 {
+        return Ok(());
     }
     let below = graph.with_layers(graph.handles()[1..].to_vec())?.info();
     let above = graph.info();

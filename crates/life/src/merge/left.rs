@@ -5,26 +5,42 @@ use spile_image::layer::Layer as _;
 use spile_image::{OpenOptions, open_layer};
 
 use super::middle::rename_parent;
+use super::named;
 use crate::jobs::Merged;
-use crate::work::{Work, size_of};
+use crate::work::{LayerOf, Work, size_of};
 
 /// Removes the file of a layer that the disk has no more, once it is proven that nobody needs it: it is the layer that was merged, it has
 /// nothing of its own, and no image names it as its parent. Children that name it are renamed first.
 pub(super) async fn finish<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
+    if plan.keeps_name {
+        return named::finish(work, plan).await;
+    }
     let graph = work.node.graph().await;
     // When the leaf was merged, its parent has its path.
     if graph.handles().iter().any(|layer| layer.path() == plan.path) {
         return Ok(());
     }
+    let Some(parent) = graph.handles().iter().find(|layer| layer.path() == plan.parent) else { return Ok(()) };
+    match pass_children_on(work, plan, parent).await? {
+        Some(_alone) => work.files.remove(&plan.path).await,
+        None => Ok(()),
+    }
+}
+
+/// Opens the file of a layer that the disk has no more, which nobody else has open then, and has the children that still name it name `parent`. `None` when
+/// another image has its name by now, or none.
+pub(super) async fn pass_children_on<F: Files>(
+    work: &Work<'_, F>,
+    plan: &Merged,
+    parent: &LayerOf<F>,
+) -> Result<Option<LayerOf<F>>> {
     let options = OpenOptions::default();
     let layer = match open_layer(work.files, work.env.clone(), plan.path.as_path(), &options).await {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         opened => opened?,
     };
-    let Some(parent) = graph.handles().iter().find(|layer| layer.path() == plan.parent) else { return Ok(()) };
-    // Another image may have taken the name.
     if layer.image().identity() != Some(plan.identity) {
-        return Ok(());
+        return Ok(None);
     }
     if layer.image().next_held(Extent::from_range(0..size_of(&layer))).is_some() {
         let what = "the layer has something of its own, and is no layer of the disk any more";
@@ -35,5 +51,5 @@ pub(super) async fn finish<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Resul
     for child in work.other_children(&neighbours, &layer, &[layer.path()]).await? {
         rename_parent(work, &child, parent).await?;
     }
-    work.files.remove(&plan.path).await
+    Ok(Some(layer))
 }

@@ -10,6 +10,8 @@ use spile_image::{Broken, GraphLayer, OpenOptions, open_layer};
 
 use super::check::{Checked, just_gone};
 use super::mover::Mover;
+use super::named;
+use crate::jobs::Merged;
 use crate::work::{GraphOf, LayerOf, Work, relative, size_of};
 
 /// The two layers of a merge, open for writing, and the disk's graph with them.
@@ -27,6 +29,7 @@ pub(super) async fn merge<F: Files>(
     old: &Arc<GraphOf<F>>,
     number: usize,
     checked: Checked,
+    plan: &Merged,
 ) -> Result<()> {
     let lower = work.reopen(&old.handles()[number + 1], OpenMode::ReadWrite).await?;
     let upper = match work.reopen(&old.handles()[number], OpenMode::ReadWrite).await {
@@ -44,7 +47,7 @@ pub(super) async fn merge<F: Files>(
     let opened = Opened { graph, number, upper, lower };
     let merged = opened.move_all(work, &checked).await;
     let named = match merged {
-        Ok(()) => opened.take_out(work, &checked).await,
+        Ok(()) => opened.take_out(work, &checked, plan).await,
         Err(error) => Err(error),
     };
     if named.is_err() {
@@ -69,7 +72,10 @@ impl<F: Files> Opened<F> {
     }
 
     /// Has the children of the layer, which has nothing any more, name its parent, and removes it.
-    async fn take_out(&self, work: &Work<'_, F>, checked: &Checked) -> Result<()> {
+    async fn take_out(&self, work: &Work<'_, F>, checked: &Checked, plan: &Merged) -> Result<()> {
+        if work.broken == Broken::NameBeforeChildren && plan.keeps_name {
+            return named::take(work, plan, &work.sealed(&self.lower).await?).await;
+        }
         if work.broken == Broken::RemoveBeforeNames {
             work.files.remove(self.upper.path()).await?;
         }
@@ -81,34 +87,21 @@ impl<F: Files> Opened<F> {
         // What it has given up must stay so.
         self.upper.image().flush().await?;
         let lower = work.sealed(&self.lower).await?;
-        let child = self.child_names_parent(work).await?;
+        let child = name_parent(work, &self.graph, self.number - 1, &lower).await?;
         let mut layers = self.graph.handles().to_vec();
         layers[self.number - 1] = child;
-        layers[self.number + 1] = lower;
+        layers[self.number + 1] = lower.clone();
         layers.remove(self.number);
         work.put(self.graph.with_layers(layers)?).await?;
         // Only now: while the disk still has the layer, its parent must have no other child.
         for other in &checked.others {
             rename_parent(work, other, &self.lower).await?;
         }
-        if work.broken == Broken::RemoveBeforeNames {
+        // The name of an image that is kept does not go: what is left to do is in [`named`].
+        if plan.keeps_name || work.broken == Broken::RemoveBeforeNames {
             return Ok(());
         }
         work.files.remove(self.upper.path()).await
-    }
-
-    /// Has the layer above name the parent of the one that is merged. Returns it as it is to be in the graph.
-    async fn child_names_parent(&self, work: &Work<'_, F>) -> Result<LayerOf<F>> {
-        let child = &self.graph.handles()[self.number - 1];
-        let parent = new_parent(work, child.path(), &self.lower).await?;
-        if self.number == 1 {
-            child.image().set_parent(Some(&parent)).await?;
-            return Ok(child.clone());
-        }
-        let writable = work.reopen(child, OpenMode::ReadWrite).await?;
-        let named = writable.image().set_parent(Some(&parent)).await;
-        let sealed = work.sealed(&writable).await?;
-        named.map(|()| sealed)
     }
 
     /// Has the disk go on with its layers as they are, closed for writing.
@@ -126,6 +119,25 @@ impl<F: Files> Opened<F> {
         work.put(self.graph.with_layers(layers)?).await?;
         Ok(())
     }
+}
+
+/// Has the layer of this number of the disk's graph name `parent` as its parent. Returns it as it is to be in the graph.
+pub(super) async fn name_parent<F: Files>(
+    work: &Work<'_, F>,
+    graph: &GraphOf<F>,
+    number: usize,
+    parent: &LayerOf<F>,
+) -> Result<LayerOf<F>> {
+    let child = &graph.handles()[number];
+    let parent = new_parent(work, child.path(), parent).await?;
+    if number == 0 {
+        child.image().set_parent(Some(&parent)).await?;
+        return Ok(child.clone());
+    }
+    let writable = work.reopen(child, OpenMode::ReadWrite).await?;
+    let named = writable.image().set_parent(Some(&parent)).await;
+    let sealed = work.sealed(&writable).await?;
+    named.map(|()| sealed)
 }
 
 /// Has the image at `child`, which nobody uses, name `parent` as its parent.

@@ -13,6 +13,8 @@
 //! What the layer still has is what is left to do: so a process that is killed loses one batch of work, and every state in between
 //! is a chain that any program reads right.
 //!
+//! Where the layer is a snapshot that its user keeps, and its parent was deleted, the parent takes its name instead of step 5 ([`named`]).
+//!
 //! # The leaf
 //!
 //! The leaf sinks ([`spile_image::Sinking`]): what guests write goes to the parent wherever the leaf has nothing, so the leaf only becomes
@@ -23,6 +25,7 @@ mod leaf;
 mod left;
 mod middle;
 mod mover;
+mod named;
 mod portion;
 
 use spile_core::{Error, ErrorKind, Extent, Files, Result};
@@ -34,7 +37,7 @@ use crate::names;
 use crate::snapshot::remove_if_there;
 use crate::work::{GraphOf, Work, size_of};
 
-pub use self::check::{find_layer, is_called, plan};
+pub use self::check::{find_layer, is_called, plan, plan_keeping};
 
 /// Does what `plan` says, from wherever it was left, and says in the job how it ended. The note beside the disk is there while it works,
 /// and stays when the job was stopped.
@@ -86,13 +89,21 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
     let graph = work.settled().await?;
     let Some(number) = number_of(&graph, plan) else { return left::finish(work, plan).await };
     crate::finish_left(work, graph.handles()[0].path()).await?;
-    let checked = check::check(work, &graph, number).await?;
+    let checked = check::check(work, &graph, number, plan.keeps_name).await?;
     let note = Note::new(Plan::Coalesce(plan.clone()), work.job.wishes(), None);
     note.write(work.files, graph.handles()[0].path()).await?;
     work.job.accept();
     match number {
         0 => leaf::merge(work, &graph, &checked).await,
-        _ => middle::merge(work, &graph, number, checked).await,
+        _ => {
+            // Their folder may have moved since this was planned.
+            let at = |number: usize| graph.handles()[number].path().to_owned();
+            let here = Merged { path: at(number), parent: at(number + 1), ..plan.clone() };
+            middle::merge(work, &graph, number, checked, &here).await?;
+            // The layer's children are opened once more, and this graph has one of them open.
+            drop(graph);
+            if here.keeps_name { named::finish(work, &here).await } else { Ok(()) }
+        }
     }
 }
 

@@ -9,10 +9,10 @@ use spile_core::{Env as _, Error, ErrorKind, Locator, Result};
 use spile_engine::{Engine, OsEnv};
 use spile_image::layer::Identity;
 use spile_image::{Format, Graph};
-use spile_life::jobs::{Job, Note, Plan, State as JobState, Wishes};
+use spile_life::jobs::{Job, Note, Plan, State as JobState, Wishes, which};
 use spile_life::merge;
 use spile_life::motion::{Move, Phase};
-use spile_store::HostStore;
+use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 
 use super::api::types::{self, FailureDetail, JobChange, NewJob};
 use super::control::Event;
@@ -185,7 +185,10 @@ impl DiskJobs {
         new: &NewJob,
     ) -> Result<Arc<DiskJob>> {
         let Some(graph) = disk.graph_now() else { return Err(just_exchanged()) };
-        let plan = plan(&graph, new)?;
+        let plan = match plan(&graph, new) {
+            Err(error) if error.kind() == ErrorKind::NotFound => left_merge(&graph, new).await?.ok_or(error)?,
+            planned => planned?,
+        };
         drop(graph);
         if let (Some(into), Plan::Coalesce(merged)) = (&new.into, &plan)
             && merged.parent != Path::new(into)
@@ -558,6 +561,10 @@ pub fn wait_for_all(all: &[mpsc::Receiver<()>], end: Instant) -> bool {
 /// `InvalidInput` for a kind of job that there is not; as [`merge::plan`]; what is wrong with the new place of a disk that is to be moved.
 pub fn plan(graph: &Graph<HostStore>, new: &NewJob) -> Result<Plan> {
     match new.kind.as_str() {
+        "coalesce" if new.keep_name => {
+            let number = merge::find_layer(graph, new.layer.as_deref())?;
+            merge::plan_keeping(graph, number).map(Plan::Coalesce)
+        }
         "coalesce" => merge::plan(graph, new.layer.as_deref()).map(Plan::Coalesce),
         "flatten" => Ok(Plan::Flatten),
         "move" => plan_move(graph, new).map(Plan::Move),
@@ -565,6 +572,16 @@ pub fn plan(graph: &Graph<HostStore>, new: &NewJob) -> Result<Plan> {
             Err(Error::new(ErrorKind::InvalidInput, format!("there is no job {other:?}: coalesce, flatten or move")))
         }
     }
+}
+
+/// The merge that `new` asks for, when it was begun before and failed once the disk had the layer no more: then there is something left to do.
+async fn left_merge(graph: &Graph<HostStore>, new: &NewJob) -> Result<Option<Plan>> {
+    let Some(layer) = new.layer.as_deref().filter(|_| new.kind == "coalesce") else { return Ok(None) };
+    let is_it = |plan: &Plan| matches!(plan, Plan::Coalesce(merged) if merge::is_called(&merged.path, layer));
+    let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(true));
+    // A job of the disk may be writing the note right now.
+    let note = Note::look(&files, graph.handles()[0].path()).await?.filter(|note| note.is_of(which(graph)));
+    Ok(note.map(|note| note.plan).filter(is_it))
 }
 
 fn plan_move(graph: &Graph<HostStore>, new: &NewJob) -> Result<Move> {

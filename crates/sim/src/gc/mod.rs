@@ -2,7 +2,7 @@
 //! at any step.
 //!
 //! In each life one process serves a disk, with clients or without: it may begin with a snapshot, and it merges the disk into what was
-//! deleted. Beside it two commands collect in the folder, each disk under its lock, and others delete images and make clones. All of them
+//! deleted, and snapshots that are kept into what was deleted below them. Beside it two commands collect in the folder, each disk under its lock, and others delete images and make clones. All of them
 //! run the code of `spile-life`. Some names are used again and again. What has to hold:
 //!
 //! - **No image that its user did not delete ever goes or changes**, over crashes and power cuts.
@@ -49,6 +49,8 @@ pub enum Broken {
     AskedBeforeLock,
     /// The folder is asked for children only before a merge locks their parent.
     CloneBesideMerge,
+    /// A rule of the order in which the parent of a snapshot that is kept takes its name.
+    Names(spile_image::Broken),
 }
 
 /// An image, as its user knows it.
@@ -105,6 +107,8 @@ summary! {
         pub snapshots: u64,
         /// Marked images that were merged with their child.
         pub merged: u64,
+        /// Marked images that have the name of a snapshot now that was kept.
+        pub kept: u64,
         /// Merges beside which clients had a disk in use.
         pub busy: u64,
         /// Marks that said nothing any more, and were removed.

@@ -21,7 +21,7 @@ use crate::turns::{Turns, pause};
 use crate::world::World;
 
 /// The names that snapshots and clones get: few, so that they come again.
-const NAMES: [&str; 4] = ["/images/n0.vhd", "/images/n1.vhd", "/images/n2.vhd", "/images/n3.vhd"];
+const NAMES: [&str; 5] = ["/images/n0.vhd", "/images/n1.vhd", "/images/n2.vhd", "/images/n3.vhd", "/images/n4.vhd"];
 /// The disk that nobody deletes.
 const DISK: &str = "/images/disk.vhd";
 
@@ -67,7 +67,7 @@ impl Host {
         let (disk, files) = (rng.pick(&leaves).clone(), self.files());
         let opened = self.open(&files, &disk, false).await;
         let mut graph = opened.unwrap_or_else(|error| panic!("{} does not open: {error:?}", disk.display()));
-        let name = self.free_name(rng).filter(|_| rng.chance(1, 2));
+        let name = self.free_name(rng).filter(|_| rng.chance(3, 4));
         if let Some(path) = name
             && self.world.names().iter().all(|path| *path != names::job(&disk))
         {
@@ -145,7 +145,8 @@ impl Host {
         let tools = self.tools(&files, &asking, &env);
         let early = self.list();
         if let [child] = Family::ask(&tools, &early).await.children_of(path)? {
-            return delete::mark(&tools, path, None, child).await.map(|()| true);
+            let list = async || Ok(self.list());
+            return delete::mark(&tools, path, None, child, list).await.map(|()| true);
         }
         let graph = self.open(&files, path, false).await?;
         let list = async || Ok(if self.broken == Broken::AskedBeforeLock { early.clone() } else { self.list() });
@@ -251,10 +252,13 @@ impl Host {
             neighbours: &neighbours,
             marks: None,
             sizes: Sizes { batch_bytes: 64 << 10, piece_bytes: 16 << 10, ..Sizes::default() },
-            broken: spile_image::Broken::Nothing,
+            broken: match self.broken {
+                Broken::Names(broken) => broken,
+                _ => spile_image::Broken::Nothing,
+            },
         };
         let done = spile_life::run(&work, &plan).await;
-        if let (Ok(()), Plan::Coalesce(Merged { parent, .. })) = (&done, &plan) {
+        if let (Ok(()), Plan::Coalesce(Merged { parent, keeps_name, .. })) = (&done, &plan) {
             // Where there is an image of that name, it was made since: the merge goes on where a life before has left it.
             let is_away = self.world.file_number(parent).is_none();
             assert!(
@@ -263,7 +267,8 @@ impl Host {
                 parent.display()
             );
             self.count(|summary| {
-                (summary.merged, summary.busy) = (summary.merged + 1, summary.busy + u64::from(is_busy))
+                (summary.merged, summary.busy) = (summary.merged + 1, summary.busy + u64::from(is_busy));
+                summary.kept += u64::from(*keeps_name);
             });
         }
         done

@@ -15,6 +15,23 @@ fn two_hundred_seeds_find_nothing() {
     assert!(all.marked > 60 && all.removed > 30 && all.refused > 30, "too little happened: {all:?}");
     assert!(all.cloned > 60 && all.snapshots > 60, "too little happened: {all:?}");
     assert!(all.merged > 60 && all.busy > 20 && all.resumed > 5, "too little happened: {all:?}");
+    assert!(all.kept > 30, "too few snapshots were kept whose parent was deleted: {all:?}");
+}
+
+/// Seeds that once found something, and what.
+const KEPT: [(u64, &str); 4] = [
+    (119, "a collection failed because another one had just merged an image beneath its disk"),
+    (432, "a collection failed because an image lost its name while its family was asked"),
+    (653, "an image stayed whose child was deleted, too, and had lost its own child"),
+    (1103, "an image that was deleted once more lost its mark by a crash in the middle of its merge"),
+];
+
+#[test]
+fn kept_seeds_find_nothing() {
+    for (seed, what) in KEPT {
+        let done = run_gc(seed, Broken::Nothing, false);
+        done.unwrap_or_else(|finding| panic!("seed {seed}, {what}: {}", finding.message));
+    }
 }
 
 #[test]
@@ -43,4 +60,19 @@ fn a_folder_that_is_asked_before_the_lock_is_found() {
 #[test]
 fn a_clone_beside_the_beginning_of_a_merge_is_found() {
     bites(Broken::CloneBesideMerge, "does not open");
+}
+
+#[test]
+fn a_name_that_is_taken_before_the_children_know_its_new_owner_is_found() {
+    bites(Broken::Names(spile_image::Broken::NameBeforeChildren), "does not open");
+}
+
+#[test]
+fn a_snapshot_whose_name_leads_nowhere_for_a_moment_is_found() {
+    bites(Broken::Names(spile_image::Broken::NoNameBetween), "nobody has deleted it");
+}
+
+#[test]
+fn an_old_name_that_goes_before_the_children_know_the_new_one_is_found() {
+    bites(Broken::Names(spile_image::Broken::RemoveBeforeNames), "does not open");
 }

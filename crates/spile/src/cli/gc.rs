@@ -18,8 +18,8 @@ use spile_core::{Disk as _, Env, Error, ErrorKind, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
 use spile_image::{Graph, OpenOptions};
 use spile_life::base::refuse_unfit;
-use spile_life::gc::{self, Kind, Tools, deleted_parent, tidy};
-use spile_life::jobs::{Plan, State, Wishes};
+use spile_life::gc::{self, Kind, Next, Tools, next_merge, tidy};
+use spile_life::jobs::{Note, Plan, State, Wishes};
 use spile_node::Node;
 use spile_server::checkpoints::Checkpoints;
 use spile_server::family;
@@ -180,18 +180,22 @@ impl Ending {
 impl Found {
     fn new(found: gc::Found) -> Self {
         let used = |path: &Path| disks::used_bytes(path).unwrap_or(0);
-        let (kind, frees_at_most_bytes) = match (found.kind, &found.disk) {
-            (Kind::Deleted, Some(leaf)) if found.why.is_none() => ("deleted", used(&found.path).min(used(leaf))),
-            (Kind::Deleted, _) => ("deleted", 0),
-            (Kind::Job, _) => ("job", 0),
-            (Kind::HalfMade, _) => ("half-made", used(&found.path)),
-            (Kind::StaleNote, _) => ("stale-note", 0),
+        // Only the server of a disk that is served can merge the images that it has open.
+        let is_served = |disk: &&PathBuf| matches!(find(disk), Ok(Some(_)));
+        let served =
+            if found.others.is_empty() { None } else { found.disk.iter().chain(&found.others).find(is_served) };
+        let disk = served.or(found.disk.as_ref()).cloned();
+        let (kind, frees_at_most_bytes) = match found.kind {
+            Kind::Deleted => ("deleted", found.child.as_deref().map_or(0, |child| used(&found.path).min(used(child)))),
+            Kind::Job => ("job", 0),
+            Kind::HalfMade => ("half-made", used(&found.path)),
+            Kind::StaleNote => ("stale-note", 0),
         };
         let text = |path: PathBuf| path.display().to_string();
         Self {
             kind: kind.to_owned(),
             path: text(found.path),
-            disk_path: found.disk.map(text),
+            disk_path: disk.map(text),
             frees_at_most_bytes,
             state: "found".to_owned(),
             reason: found.why,
@@ -212,7 +216,9 @@ impl Found {
         let (state, reason) = match self.disk_path.as_ref().and_then(|disk| troubles.get(disk)) {
             _ if is_gone() => ("done", None),
             Some(Trouble::Failed(why)) => ("failed", Some(why.clone())),
-            Some(Trouble::Waits(why)) => ("waits", Some(self.reason.take().unwrap_or_else(|| why.clone()))),
+            Some(Trouble::Waits(why) | Trouble::InUse(why)) => {
+                ("waits", Some(self.reason.take().unwrap_or_else(|| why.clone())))
+            }
             None => ("waits", Some(self.reason.take().unwrap_or_else(|| "it has changed meanwhile".to_owned()))),
         };
         (self.state, self.reason) = (state.to_owned(), reason);
@@ -223,6 +229,8 @@ impl Found {
 enum Trouble {
     /// It waits, and nothing is wrong.
     Waits(String),
+    /// Somebody uses the disk or its images, or does something else with them.
+    InUse(String),
     /// It has failed.
     Failed(String),
 }
@@ -300,7 +308,15 @@ fn work_on_all(found: &[Found], rate: Option<u64>, ending: &Ending) -> BTreeMap<
             });
         }
     });
-    troubles.into_inner().unwrap_or_else(PoisonError::into_inner)
+    let mut troubles = troubles.into_inner().unwrap_or_else(PoisonError::into_inner);
+    // Disks that share images were in each other's way.
+    let in_use = troubles.iter().filter(|(_, trouble)| matches!(trouble, Trouble::InUse(_)));
+    let in_use: Vec<_> = in_use.map(|(disk, _)| disk.clone()).collect();
+    for disk in in_use {
+        troubles.remove(&disk);
+        troubles.extend(work_on(Path::new(&disk), rate, ending).map(|trouble| (disk, trouble)));
+    }
+    troubles
 }
 
 /// Does what there is to do for one disk. Returns what was met.
@@ -323,48 +339,80 @@ fn work_on(disk: &Path, rate: Option<u64>, ending: &Ending) -> Option<Trouble> {
         Ok(()) if of_server => Some(Trouble::Waits("the disk's server goes on with it".to_owned())),
         Ok(()) => None,
         Err(error) if error.kind() == ErrorKind::Shutdown && ending.is_told() => ended(),
-        // Somebody uses the disk, or does something else with it.
-        Err(error) if error.kind() == ErrorKind::Busy => Some(Trouble::Waits(error.to_string())),
+        // Who has ended it does not want it to begin again.
+        Err(error) if error.kind() == ErrorKind::Shutdown => Some(Trouble::Waits(error.to_string())),
+        Err(error) if error.kind() == ErrorKind::Busy => Some(Trouble::InUse(error.to_string())),
         Err(error) => Some(Trouble::Failed(error.to_string())),
     }
 }
 
-/// Has the server of a disk merge it into its deleted parents, one after the other.
+/// Has the server of a disk merge it into its deleted parents, one after the other, and its other images into theirs.
 fn by_server(disk: &Path, server: &Path, name: &str, rate: Option<u64>, ending: &Ending) -> Result<()> {
+    if let Some(left) = left_merge(disk, server, name)? {
+        let job = merge_by(server, name, disk, &left, rate)?;
+        if !follow(server, job, disk, ending)? {
+            return Ok(());
+        }
+        on_engine(move || async move { Host::new().tidy(&left.parent).await })?;
+    }
+    let (mut left_out, mut in_use) = (Vec::new(), Ok(()));
     loop {
-        let at = disk.to_owned();
-        let parent = on_engine(move || async move {
+        let (at, out) = (disk.to_owned(), left_out.clone());
+        let next = on_engine(move || async move {
             let host = Host::new();
-            let parent = deleted_parent(&host.tools(), &host.beside(&at).await?, &at).await?;
-            match &parent {
-                Some(image) if !gc::begin_merge(&host.tools(), image).await? => Ok(None),
-                _ => Ok(parent),
+            let next = next_merge(&host.tools(), &host.beside(&at).await?, &at, &out).await?;
+            match &next {
+                Some(next) if !gc::begin_merge(&host.tools(), &next.parent).await? => Ok(None),
+                _ => Ok(next),
             }
         })?;
-        let Some(parent) = parent else { return Ok(()) };
-        let job = match running(server, name, disk)? {
+        let Some(next) = next else { return in_use };
+        let job = match running(server, name, &next.child)? {
             // An earlier gc has begun it.
             Some(job) => job,
-            None => {
-                let order = json!({ "disk": name, "kind": "coalesce", "into": parent, "limit_bytes_per_s": rate });
-                typed(call(server, "POST", "/v1/jobs", Some(&order), CHANGE_PATIENCE)?)?
-            }
+            None => match merge_by(server, name, disk, &next, rate) {
+                // Another disk has it, or somebody reads it. What lies deeper may be free.
+                Err(error) if error.kind() == ErrorKind::Busy && next.child != disk => {
+                    left_out.push(next.parent);
+                    in_use = Err(error);
+                    continue;
+                }
+                begun => begun?,
+            },
         };
         if !follow(server, job, disk, ending)? {
             return Ok(());
         }
-        on_engine(move || async move { Host::new().tidy(&parent).await })?;
+        on_engine(move || async move { Host::new().tidy(&next.parent).await })?;
     }
 }
 
-/// The merge of the leaf of the disk `name`, which lies at `disk`, that its server has begun and not ended.
-fn running(server: &Path, name: &str, disk: &Path) -> Result<Option<Job>> {
+/// Has the server of the disk `name`, which lies at `disk`, begin a merge.
+fn merge_by(server: &Path, name: &str, disk: &Path, next: &Next, rate: Option<u64>) -> Result<Job> {
+    let order = json!({
+        "disk": name, "kind": "coalesce", "layer": (next.child != disk).then_some(&next.child), "into": next.parent,
+        "keep_name": true, "limit_bytes_per_s": rate,
+    });
+    typed(call(server, "POST", "/v1/jobs", Some(&order), CHANGE_PATIENCE)?)
+}
+
+/// The merge that the server of the disk `name` has begun and given up when the disk had the child no more: the parent is to take its name still.
+fn left_merge(disk: &Path, server: &Path, name: &str) -> Result<Option<Next>> {
+    let at = disk.to_owned();
+    let left = on_engine(move || async move { Note::look(&Host::new().asking, &at).await })?;
+    let Some(Note { plan: Plan::Coalesce(merged), .. }) = left else { return Ok(None) };
+    let is_given_up = merged.keeps_name && running(server, name, &merged.path)?.is_none();
+    Ok(is_given_up.then_some(Next { child: merged.path, parent: merged.parent }))
+}
+
+/// The merge of the layer at `child` of the disk `name` that its server has begun and not ended.
+fn running(server: &Path, name: &str, child: &Path) -> Result<Option<Job>> {
     let jobs: JobList = ask(server, "GET", "/v1/jobs", LOOK_PATIENCE)?;
-    let is_leaf = |layer: &Option<String>| layer.as_ref().is_some_and(|layer| Path::new(layer) == disk);
+    let is_it = |layer: &Option<String>| layer.as_ref().is_some_and(|layer| Path::new(layer) == child);
     Ok(jobs
         .jobs
         .into_iter()
-        .find(|job| job.is_under_way() && job.disk == name && job.kind == "coalesce" && is_leaf(&job.layer_path)))
+        .find(|job| job.is_under_way() && job.disk == name && job.kind == "coalesce" && is_it(&job.layer_path)))
 }
 
 /// Waits until the server's job is done. False when this command was told to end before: the server goes on.
@@ -384,7 +432,7 @@ fn follow(server: &Path, mut job: Job, disk: &Path, ending: &Ending) -> Result<b
         (Some(error), _) => Err(Failure { error: error.clone() }.into_error()),
         (None, "done") => Ok(true),
         // Somebody has cancelled it, or the server ends and the next one goes on.
-        (None, state) => Err(Error::new(ErrorKind::Busy, format!("its job {} was {state}", job.id)).at_path(disk)),
+        (None, state) => Err(Error::new(ErrorKind::Shutdown, format!("its job {} was {state}", job.id)).at_path(disk)),
     }
 }
 
@@ -420,7 +468,7 @@ async fn run_job(
     let done = jobs::run(node, checkpoints, Access::default(), job.job(), &plan).await;
     match job.job().state() {
         State::Cancelled => {
-            let error = Error::new(ErrorKind::Busy, format!("its job {} was cancelled", job.id())).at_path(disk);
+            let error = Error::new(ErrorKind::Shutdown, format!("its job {} was cancelled", job.id())).at_path(disk);
             Err(error.hint("what it has done stays done"))
         }
         _ => done,

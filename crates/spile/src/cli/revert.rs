@@ -62,7 +62,7 @@ pub struct RevertArgs {
 ///
 /// The other images in its folder are asked whether it is their parent. A disk that is open anywhere, or has a merge that is
 /// not finished, is left alone. What the image's own parents hold stays. An image with one child is only marked, also while it is in
-/// use: `spile gc` merges the two when the child is a disk's own image, and the space is free then.
+/// use: `spile gc` merges the two, and the space is free then. The child keeps its name, and what it holds.
 #[derive(Debug, Args)]
 pub struct DeleteArgs {
     /// The image, by its path; a snapshot also by the name that `spile snapshot --name` gave it
@@ -334,10 +334,10 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
         let list = async || host.beside(&path).await;
         let family = Family::ask(&host.tools(), &list().await?).await;
         if let [child] = family.children_of(&path)? {
-            delete::mark(&host.tools(), &path, format, child).await?;
+            delete::mark(&host.tools(), &path, format, child, list).await?;
             let why = match verdict(&host.tools(), &family, &path).await? {
                 Verdict::Waits { why, .. } => Some(why),
-                Verdict::Merge(_) | Verdict::Stale => None,
+                Verdict::Merge { .. } | Verdict::Stale => None,
             };
             return Ok((path, Some(child.clone()), why));
         }

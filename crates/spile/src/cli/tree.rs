@@ -230,6 +230,7 @@ fn in_order(images: Vec<TreeImage>) -> Vec<TreeImage> {
     }
     let used: Vec<_> = images.iter().map(|image| image.used_bytes).collect();
     let is_parent: Vec<_> = images.iter().map(|image| children.contains_key(&image.path)).collect();
+    let is_deleted: Vec<_> = images.iter().map(|image| image.deleted).collect();
     let used_at: HashMap<_, _> = images.iter().map(|image| (image.path.clone(), image.used_bytes)).collect();
     let format_at: HashMap<_, _> = images.iter().map(|image| (image.path.clone(), image.format.clone())).collect();
     let has_parent =
@@ -252,9 +253,9 @@ fn in_order(images: Vec<TreeImage>) -> Vec<TreeImage> {
             let of_parent = only_of.and_then(|parent| used_at.get(parent).copied().flatten());
             image.coalesce_frees_bytes = image.used_bytes.and_then(|used| Some(used.min(of_parent?)));
             let list = children.get(&image.path).map_or(&[][..], |list| &list[..]);
-            // A child that is a parent itself keeps its name, so it is not merged.
+            // A child that was deleted, too, is merged with its own child first.
             if let (true, [child]) = (image.deleted, list)
-                && !is_parent[*child]
+                && !is_deleted[*child]
             {
                 image.gc_frees_at_most_bytes = image.used_bytes.min(used[*child]);
             }

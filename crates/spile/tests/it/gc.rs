@@ -80,24 +80,117 @@ fn a_deleted_snapshot_goes_and_what_others_hold_stays() {
 }
 
 #[test]
-fn a_snapshot_whose_child_is_one_waits_until_that_is_deleted() {
+fn a_deleted_snapshot_below_one_that_is_kept_gives_its_space_back() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    make(dir, "gc-waits");
+    make(dir, "gc-kept");
+    // The snapshot that is kept has two children.
+    ok(dir, &["clone", "s2.vhd", "b.vhd"]);
     let (disk, second) = (raw_of(dir, "a.vhd"), raw_of(dir, "s2.vhd"));
     let said = ok(dir, &["delete", "s1.vhd"]);
-    assert!(said.contains("can do nothing now") && said.contains("s2.vhd is a parent itself"), "{said}");
+    assert!(said.contains("s2.vhd, its only child"), "{said}");
     let shown = &json(dir, &["tree", "s1.vhd"])["images"][0];
-    assert!(shown["deleted"] == true && shown["gc_frees_at_most_bytes"].is_null(), "{shown}");
-    let found = json(dir, &["gc", "."]);
-    assert_eq!(collected(&found), [is("deleted", "s1.vhd", "waits")]);
-    assert!(found["found"][0]["reason"].as_str().unwrap().contains("s2.vhd"), "{found}");
-    assert!(raw_of(dir, "s2.vhd") == second);
+    assert!(shown["deleted"] == true && shown["gc_frees_at_most_bytes"].as_u64().unwrap() > 0, "{shown}");
+    let dry = json(dir, &["gc", ".", "--dry-run"]);
+    assert_eq!(collected(&dry), [is("deleted", "s1.vhd", "found")]);
+    assert!(dry["found"][0]["frees_at_most_bytes"].as_u64().unwrap() > 0, "{dry}");
+    let used = |dir: &Path| -> u64 {
+        let sizes = files(dir).into_iter().map(|name| fs::metadata(dir.join(name)).unwrap());
+        sizes.map(|stat| std::os::unix::fs::MetadataExt::blocks(&stat) * 512).sum()
+    };
+    let before = used(dir);
+    assert_eq!(collected(&json(dir, &["gc", "."])), [is("deleted", "s1.vhd", "done")]);
+    assert_eq!(files(dir), ["a.vhd", "b.vhd", "s2.vhd"]);
+    // 2 MiB of the first were hidden by the second; the maps are larger.
+    assert!(used(dir) + MIB <= before, "{} of {before} bytes are left", used(dir));
+    assert!(raw_of(dir, "s2.vhd") == second && raw_of(dir, "b.vhd") == second && raw_of(dir, "a.vhd") == disk);
+    for image in ["a.vhd", "b.vhd"] {
+        assert!(ok(dir, &["info", image]).contains("s2.vhd"));
+        ok(dir, &["check", image]);
+    }
+    assert!(ok(dir, &["gc", "."]).contains("nothing to do"));
+}
+
+#[test]
+fn snapshots_that_were_deleted_one_over_the_other_all_go() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    make(dir, "gc-both");
+    ok(dir, &["snapshot", "a.vhd", "--name", "s3"]);
+    let (disk, third) = (raw_of(dir, "a.vhd"), raw_of(dir, "s3.vhd"));
     ok(dir, &["delete", "s2.vhd"]);
+    let said = ok(dir, &["delete", "s1.vhd"]);
+    assert!(said.contains("can do nothing now") && said.contains("s2.vhd was deleted, too"), "{said}");
     let both = [is("deleted", "s1.vhd", "done"), is("deleted", "s2.vhd", "done")];
     assert_eq!(collected(&json(dir, &["gc", "."])), both);
-    assert_eq!(files(dir), ["a.vhd"]);
-    assert!(raw_of(dir, "a.vhd") == disk);
+    assert_eq!(files(dir), ["a.vhd", "s3.vhd"]);
+    assert!(raw_of(dir, "s3.vhd") == third && raw_of(dir, "a.vhd") == disk);
+}
+
+#[test]
+fn the_server_of_a_disk_merges_below_a_snapshot_that_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    make(dir, "gc-kept-made");
+    ok(dir, &["snapshot", "a.vhd", "--name", "s3"]);
+    let kept = ["s2.vhd", "s3.vhd"].map(|name| raw_of(dir, name));
+    let served = serve(dir, &["a.vhd,name=gc-kept-live"]);
+    let client = Client::connect(&served.uri()).unwrap();
+    ok(dir, &["delete", "s1.vhd"]);
+    client.write(8 * MIB, &[8; 4096], false).unwrap();
+    assert_eq!(collected(&json(dir, &["gc", "."])), [is("deleted", "s1.vhd", "done")]);
+    assert_eq!(files(dir), ["a.vhd", "s2.vhd", "s3.vhd"]);
+    let mut page = [0; 4096];
+    for (at, value) in [(MIB, 1), (2 * MIB, 2), (3 * MIB, 3), (8 * MIB, 8)] {
+        client.read(at, &mut page).unwrap();
+        assert_eq!(page, [value; 4096], "at {at:#x}");
+    }
+    assert!(["s2.vhd", "s3.vhd"].map(|name| raw_of(dir, name)) == kept);
+    // The server goes on with the chain as it is now.
+    ok(dir, &["delete", "s2.vhd"]);
+    assert_eq!(collected(&json(dir, &["gc", "."])), [is("deleted", "s2.vhd", "done")]);
+    assert!(raw_of(dir, "s3.vhd") == kept[1]);
+    // Nobody else gets a name that was not deleted.
+    ok(dir, &["snapshot", "gc-kept-live", "--name", "s4"]);
+    let order = serde_json::json!({ "disk": "gc-kept-live", "kind": "coalesce", "layer": "s4", "keep_name": true });
+    let socket = json(dir, &["show", "gc-kept-live"])["server"].as_str().unwrap().to_owned();
+    let (status, said) = ask(Path::new(&socket), "POST", "/v1/jobs", &order.to_string());
+    assert!(status >= 400 && said.to_string().contains("only an image that was deleted"), "{status} {said}");
+    drop(client);
+    assert!(served.terminate().success());
+    assert_eq!(files(dir), ["a.vhd", "s3.vhd", "s4.vhd"]);
+}
+
+#[test]
+fn a_server_that_is_killed_below_a_kept_snapshot_loses_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    make(dir, "gc-kept-killed");
+    let (disk, second) = (raw_of(dir, "a.vhd"), raw_of(dir, "s2.vhd"));
+    ok(dir, &["delete", "s1.vhd"]);
+    let served = serve(dir, &["a.vhd,name=gc-kept-kill"]);
+    let mut gc = spile();
+    gc.args(["gc", ".", "--rate", "1M"]).current_dir(dir).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut gc = gc.spawn().unwrap();
+    eventually("the merge has begun", || dir.join(".a.vhd.spile-job").exists());
+    served.kill();
+    gc.wait().unwrap();
+    assert!(raw_of(dir, "s2.vhd") == second && raw_of(dir, "a.vhd") == disk);
+    assert!(fails(dir, 1, &["delete", "s1.vhd", "--undo"]).contains("is merged into it"));
+    let mark = fs::read(dir.join(".s1.vhd.spile-gone")).unwrap();
+    eventually("gc finishes it", || run(dir, &["gc", "."]).status.success() && !dir.join("s1.vhd").exists());
+    assert_eq!(files(dir), ["a.vhd", "s2.vhd"]);
+    assert!(raw_of(dir, "s2.vhd") == second && raw_of(dir, "a.vhd") == disk);
+    // As a kill leaves it just before the old name goes: neither name can be used for what would change the file.
+    fs::hard_link(dir.join("s2.vhd"), dir.join("s1.vhd")).unwrap();
+    fs::write(dir.join(".s1.vhd.spile-gone"), mark).unwrap();
+    for refused in [&["serve", "s1.vhd", "--nbd", "unix:x"][..], &["clone", "s1.vhd", "c.vhd"], &["delete", "s2.vhd"]] {
+        assert!(!run(dir, refused).status.success(), "{refused:?}");
+    }
+    assert!(fails(dir, 1, &["coalesce", "a.vhd"]).contains("has the name"));
+    ok(dir, &["delete", "s1.vhd"]);
+    assert_eq!(files(dir), ["a.vhd", "s2.vhd"]);
+    assert!(raw_of(dir, "s2.vhd") == second && raw_of(dir, "a.vhd") == disk);
 }
 
 #[test]

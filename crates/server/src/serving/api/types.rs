@@ -630,6 +630,9 @@ pub struct NewJob {
     /// The path of the parent that the layer must be merged into. With another one by now, the job is refused.
     #[serde(default)]
     pub into: Option<String>,
+    /// The layer is a snapshot that is kept, and its parent was deleted: in the end the parent takes the layer's name, as that of the leaf does.
+    #[serde(default)]
+    pub keep_name: bool,
     /// The rate that it must not exceed, in bytes a second. Left out: as fast as guests leave room for.
     #[serde(default)]
     pub limit_bytes_per_s: Option<u64>,
