@@ -3,7 +3,7 @@
 use crate::{Result, shell};
 use std::process::Command;
 
-/// Seeds in the short run that is part of the tests.
+/// Seeds of each mode, where nobody says how many.
 const SHORT_SEEDS: &str = "2000";
 
 /// Seeds that are crashed at every step.
@@ -36,11 +36,6 @@ fn with(arguments: &[String]) -> Command {
     }
     command.args(arguments);
     command
-}
-
-/// The run that is part of the tests.
-pub fn short_slice() -> Command {
-    with(&[])
 }
 
 fn command() -> Command {

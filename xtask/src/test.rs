@@ -6,7 +6,7 @@
 
 mod counts;
 
-use crate::{Result, peer, shell, sim};
+use crate::{Result, bench, peer, shell};
 use counts::{Counts, Reader};
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -41,12 +41,23 @@ pub fn run(arguments: &[String]) -> Result<()> {
     }
     let begun = Instant::now();
     let mut outcomes = Vec::new();
-    for stage in stages()? {
-        if stage.name.contains(&only) {
-            outcomes.push(run_stage(stage, &logs)?);
+    for mut lanes in stages()? {
+        for lane in &mut lanes {
+            lane.retain(|stage| stage.name.contains(&only));
         }
+        outcomes.extend(run_beside(lanes, &logs)?);
     }
     print_sums(&outcomes, begun.elapsed().as_secs_f64())
+}
+
+/// Runs the stages of each lane one after the other, and the lanes beside each other.
+fn run_beside(lanes: Vec<Vec<Stage>>, logs: &Path) -> Result<Vec<Outcome>> {
+    let run = |lane: Vec<Stage>| lane.into_iter().map(|stage| run_stage(stage, logs)).collect::<Result<Vec<_>>>();
+    let outcomes = std::thread::scope(|scope| {
+        let running: Vec<_> = lanes.into_iter().map(|lane| scope.spawn(move || run(lane))).collect();
+        running.into_iter().map(|lane| lane.join().expect("no stage panics")).collect::<Result<Vec<_>>>()
+    })?;
+    Ok(outcomes.into_iter().flatten().collect())
 }
 
 /// Says how much room there is, and when that may be too little: a file system that becomes full has all kinds of tests fail.
@@ -63,20 +74,22 @@ fn tell_room() {
     }
 }
 
-fn stages() -> Result<Vec<Stage>> {
-    let mut stages = checks();
-    stages.extend(rust_tests()?);
-    stages.push(Stage { name: "sim", command: sim::short_slice(), reader: Reader::Seeds });
-    stages.push(Stage { name: "demo", command: demo(), reader: Reader::Whole });
-    stages.push(Stage { name: "peer", command: peer::command(&[]), reader: Reader::Tally });
-    stages.push(Stage { name: "soak", command: peer::short_soak(), reader: Reader::Tally });
-    stages.push(Stage { name: "guest", command: peer::folder_command("guest"), reader: Reader::Tally });
-    stages.push(Stage { name: "xen", command: peer::folder_command("xen"), reader: Reader::Tally });
-    stages.push(Stage { name: "count", command: own(&["count"]), reader: Reader::Tally });
-    stages.push(Stage { name: "bench", command: own(&["bench", "--quick"]), reader: Reader::Whole });
-    stages.push(Stage { name: "bench-vhost", command: own(&["bench-vhost", "--quick"]), reader: Reader::Whole });
-    stages.push(Stage { name: "bench-life", command: own(&["bench-life", "--quick"]), reader: Reader::Whole });
-    Ok(stages)
+/// The stages, in groups that run one after the other. A group has lanes, which run beside each other.
+fn stages() -> Result<Vec<Vec<Vec<Stage>>>> {
+    let tally = |name, command| Stage { name, command, reader: Reader::Tally };
+    let whole = |name, command| Stage { name, command, reader: Reader::Whole };
+    let mut alone = checks();
+    alone.extend(rust_tests()?);
+    alone.push(whole("demo", demo()));
+    alone.push(tally("peer", peer::command(&[])));
+    alone.push(tally("soak", peer::short_soak()));
+    alone.push(tally("guest", peer::folder_command("guest")));
+    let mut groups: Vec<_> = alone.into_iter().map(|stage| vec![vec![stage]]).collect();
+    // A nested Xen keeps one processor busy, and instructions are the same whatever else the machine does.
+    groups.push(vec![vec![tally("xen", peer::folder_command("xen"))], vec![tally("count", own(&["count"]))]]);
+    let benches = ["bench", "bench-vhost", "bench-life"];
+    groups.extend(benches.map(|name| vec![vec![whole(name, own(&[name, "--quick"]))]]));
+    Ok(groups)
 }
 
 /// What needs no test to run.
@@ -97,7 +110,9 @@ fn checks() -> Vec<Stage> {
 fn rust_tests() -> Result<Vec<Stage>> {
     let unit = if shell::on_path("cargo-nextest") {
         let mut command = cargo(&["nextest", "run", "--workspace", "--success-output=immediate"]);
-        command.args(["--color=never", "--no-tests=pass"]);
+        // Many tests wait most of their time: for a limit, a hang, a kill.
+        let at_a_time = bench::server::core_count() * 3 / 2;
+        command.args(["--color=never", "--no-tests=pass"]).arg(format!("--test-threads={at_a_time}"));
         Stage { name: "unit", command, reader: Reader::Nextest }
     } else {
         let mut command = cargo(&["test", "--workspace", "--lib", "--bins", "--tests"]);
@@ -171,11 +186,8 @@ fn run_logged(command: &mut Command, path: &Path) -> Result<bool> {
 fn print_end(log: &str, path: &Path) {
     let lines: Vec<&str> = log.lines().collect();
     let from = lines.len().saturating_sub(SHOWN_LINES);
-    println!("--- the end of {} ---", path.display());
-    for line in &lines[from..] {
-        println!("{line}");
-    }
-    println!("--- end ---");
+    // At once, for another stage may be printing, too.
+    println!("--- the end of {} ---\n{}\n--- end ---", path.display(), lines[from..].join("\n"));
 }
 
 fn print_sums(outcomes: &[Outcome], seconds: f64) -> Result<()> {

@@ -22,8 +22,6 @@ pub enum Reader {
     Whole,
     /// Our own runners: a last line `N passed, N failed, N skipped`, and `SKIP name: reason` lines.
     Tally,
-    /// The simulator: each seed is a check.
-    Seeds,
     /// `cargo nextest run`.
     Nextest,
     /// `cargo test`.
@@ -36,7 +34,6 @@ impl Reader {
         let mut counts = match self {
             Reader::Whole => Counts { passed: u64::from(ended_well), ..Counts::default() },
             Reader::Tally => tally(log),
-            Reader::Seeds => seeds(log),
             Reader::Nextest => nextest(log),
             Reader::CargoTest => cargo_test(log),
         };
@@ -127,14 +124,6 @@ fn tally(log: &str) -> Counts {
     Counts { passed, failed, skipped, ..Counts::default() }
 }
 
-/// `N seeds, N steps, N crashes, N findings`.
-fn seeds(log: &str) -> Counts {
-    let line = log.lines().rev().find(|line| line.ends_with(" findings")).unwrap_or_default();
-    let failed = number_before(line, "findings");
-    let passed = number_before(line, "seeds").saturating_sub(failed);
-    Counts { passed, failed, ..Counts::default() }
-}
-
 /// `Summary [ 1.2s] 9 tests run: 7 passed (1 slow), 2 failed, 3 skipped`.
 fn nextest(log: &str) -> Counts {
     let summary = log.lines().rev().find(|line| line.trim_start().starts_with("Summary ["));
@@ -191,12 +180,6 @@ mod tests {
         let counts = Reader::Nextest.read(log, true);
         assert_eq!(sums(&counts), (1, 0, 1));
         assert_eq!(counts.reasons, ["uring: forbidden here"]);
-    }
-
-    #[test]
-    fn seeds_are_counted() {
-        let log = "2000 seeds, 9 steps, 7 crashes, 3 findings\n";
-        assert_eq!(sums(&Reader::Seeds.read(log, false)), (1997, 3, 0));
     }
 
     #[test]

@@ -234,8 +234,9 @@ fn check_sizes<S: Store>(graph: &Graph<S>, number: usize) -> Result<()> {
 /// it, for the file may have the name of that child by now, too. A layer keeps its name only where such a mark is, and when it was not deleted itself.
 async fn check_mark<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, number: usize, keeps_name: bool) -> Result<()> {
     let (layer, parent) = (&graph.handles()[number], &graph.handles()[number + 1]);
+    let neighbours = work.neighbours.list().await?;
     for image in [layer, parent] {
-        refuse_two_names(work, image).await?;
+        refuse_two_names(work, image, &neighbours).await?;
     }
     if number > 0 && Gone::of(work.asking, layer).await?.is_some_and(|gone| gone.is_merged) {
         let what = "another image was merged into this one, and that is not finished".to_owned();
@@ -269,9 +270,9 @@ async fn refuse_deleted<F: Files>(work: &Work<'_, F>, layer: &LayerOf<F>) -> Res
 }
 
 /// Refuses an image that has the name of an image that was deleted, too: it was about to lose that, and children may name it by either.
-async fn refuse_two_names<F: Files>(work: &Work<'_, F>, image: &LayerOf<F>) -> Result<()> {
+async fn refuse_two_names<F: Files>(work: &Work<'_, F>, image: &LayerOf<F>, neighbours: &[PathBuf]) -> Result<()> {
     let path = work.files.canonical(image.path()).await?;
-    for note in work.neighbours.list().await?.iter().filter(|note| names::is_gone(note)) {
+    for note in neighbours.iter().filter(|note| names::is_gone(note)) {
         let Some(other) = names::disk_of(note).filter(|other| *other != path) else { continue };
         if work.files.is_at(image.image().store(), &other).await? {
             let what = format!("the image has the name {}, too: a merge was broken off", other.display());

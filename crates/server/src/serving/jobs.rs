@@ -13,6 +13,7 @@ use spile_life::jobs::{Job, Note, Plan, State as JobState, Wishes, which};
 use spile_life::merge;
 use spile_life::motion::{Move, Phase};
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
+use tokio::sync::oneshot;
 
 use super::api::types::{self, FailureDetail, JobChange, NewJob};
 use super::control::Event;
@@ -186,7 +187,7 @@ impl DiskJobs {
     ) -> Result<Arc<DiskJob>> {
         let Some(graph) = disk.graph_now() else { return Err(just_exchanged()) };
         let plan = match plan(&graph, new) {
-            Err(error) if error.kind() == ErrorKind::NotFound => left_merge(&graph, new).await?.ok_or(error)?,
+            Err(error) if error.kind() == ErrorKind::NotFound => left_merge(engine, disk, new).await?.ok_or(error)?,
             planned => planned?,
         };
         drop(graph);
@@ -575,12 +576,19 @@ pub fn plan(graph: &Graph<HostStore>, new: &NewJob) -> Result<Plan> {
 }
 
 /// The merge that `new` asks for, when it was begun before and failed once the disk had the layer no more: then there is something left to do.
-async fn left_merge(graph: &Graph<HostStore>, new: &NewJob) -> Result<Option<Plan>> {
-    let Some(layer) = new.layer.as_deref().filter(|_| new.kind == "coalesce") else { return Ok(None) };
-    let is_it = |plan: &Plan| matches!(plan, Plan::Coalesce(merged) if merge::is_called(&merged.path, layer));
-    let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(true));
-    // A job of the disk may be writing the note right now.
-    let note = Note::look(&files, graph.handles()[0].path()).await?.filter(|note| note.is_of(which(graph)));
+async fn left_merge(engine: &Engine, disk: &Arc<ServedDisk>, new: &NewJob) -> Result<Option<Plan>> {
+    let Some(layer) = new.layer.clone().filter(|_| new.kind == "coalesce") else { return Ok(None) };
+    let (reply, answer) = oneshot::channel();
+    let disk = disk.clone();
+    engine.spawn_on(0, move || async move {
+        let graph = disk.graph().await;
+        let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(true));
+        // A job of the disk may be writing the note right now.
+        let note = Note::look(&files, graph.handles()[0].path()).await;
+        let _ = reply.send(note.map(|note| note.filter(|note| note.is_of(which(&graph)))));
+    });
+    let note = answer.await.map_err(|_| Error::new(ErrorKind::Shutdown, "the server ends"))??;
+    let is_it = |plan: &Plan| matches!(plan, Plan::Coalesce(merged) if merge::is_called(&merged.path, &layer));
     Ok(note.map(|note| note.plan).filter(is_it))
 }
 

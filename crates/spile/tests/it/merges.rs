@@ -25,18 +25,20 @@ use spile_store::{CacheMode, HostFiles, OsFiles};
 
 const MIB: usize = 1 << 20;
 
-/// The folder of a disk, in which `spile clone PARENT new.vhd` runs and ends just after the folder's files were listed for the first time.
+/// The folder of a disk, in which `spile clone PARENT new.vhd` runs and ends just after the folder's files were listed for the second time.
 struct CloneBehind {
     folder: PathBuf,
     parent: &'static str,
-    is_made: Cell<bool>,
+    asked: Cell<u32>,
 }
 
 impl Neighbours for CloneBehind {
     fn list(&self) -> Pin<Box<dyn Future<Output = Result<Vec<PathBuf>>> + '_>> {
         let names = fs::read_dir(&self.folder).unwrap();
         let files = names.map(|name| name.unwrap().path()).collect();
-        if !self.is_made.replace(true) {
+        self.asked.set(self.asked.get() + 1);
+        // First a merge looks for files of two names, then for children.
+        if self.asked.get() == 2 {
             ok(&self.folder, &["clone", self.parent, "new.vhd"]);
         }
         Box::pin(async { Ok(files) })
@@ -71,7 +73,7 @@ fn content(dir: &Path, disk: &str) -> Vec<u8> {
 
 /// Merges a layer of leaf.vhd, while `parent` is cloned.
 fn merge_beside(dir: &Path, layer: Option<&'static str>, parent: &'static str) -> Result<()> {
-    let neighbours = CloneBehind { folder: dir.to_owned(), parent, is_made: Cell::new(false) };
+    let neighbours = CloneBehind { folder: dir.to_owned(), parent, asked: Cell::new(0) };
     merge(dir, layer, neighbours, Sizes::default()).map(drop)
 }
 
