@@ -9,7 +9,8 @@ use crate::formats::Format;
 use crate::layer::Identity;
 
 /// True when the file at `path` is an image of `format` that names the image at `parent` as its parent: by a path
-/// that leads to it, and by its identity if the child expects one and `identity` is known. `parent` is a canonical path.
+/// that leads to it, and by its identity if the child expects one and `identity` is known. `parent` is a canonical path. An identity that
+/// does not last says nothing here: the image may have been written to since, and is its child's parent all the same.
 ///
 /// It reads the image's header only, and takes no more from it than the names. The caller must not lock the files that it opens
 /// here, for a child may be in use.
@@ -25,7 +26,8 @@ pub async fn is_child_of<F: Files>(
 ) -> Result<bool> {
     let store = files.open(&path.into(), OpenMode::ReadOnly).await?;
     let Some(named) = format.named_parent(&store).await? else { return Ok(false) };
-    if matches!((named.identity, identity), (Some(expected), Some(found)) if expected != found) {
+    let is_other = |expected: Identity, found: Identity| expected != found && Format::lasts(found);
+    if matches!((named.identity, identity), (Some(expected), Some(found)) if is_other(expected, found)) {
         return Ok(false);
     }
     let folder = path.parent().unwrap_or(Path::new("/"));

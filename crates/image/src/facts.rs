@@ -21,6 +21,8 @@ pub struct LayerInfo {
     pub direct: bool,
     /// What tells it from other images, if its format keeps such a thing.
     pub identity: Option<Identity>,
+    /// Which image it is, for a note that is read when the image was written to; `None` where nobody can tell later.
+    pub which: Option<Identity>,
     /// True when an earlier process died and left acknowledged writes that only an open for writing makes durable.
     pub unflushed: bool,
     /// What only its format knows.

@@ -212,6 +212,16 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
         None
     }
 
+    /// The first part of `extent` that this layer has something of: bytes, or zeroes that hide what lies below. No longer than
+    /// [`Layer::part_len`]. As [`Layer::next_held`] says, but the map is brought into memory where that is needed to know.
+    ///
+    /// # Errors
+    /// As [`Layer::load`].
+    fn next_own(&self, extent: Extent) -> impl Future<Output = Result<Option<Extent>>> {
+        let held = self.next_held(extent);
+        async move { Ok(held) }
+    }
+
     /// Where the bytes of `extent` go, if they can be written there as they are: with no lock, nothing to commit, and no map
     /// to change. Else the graph asks [`Layer::reserve`] for each part.
     fn in_place(&self, extent: Extent) -> Option<StoreOffset> {

@@ -140,6 +140,7 @@ mod tests {
             file_bytes: 512,
             direct: true,
             identity: None,
+            which: None,
             unflushed: false,
             facts: Facts::default(),
         }

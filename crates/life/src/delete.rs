@@ -26,6 +26,10 @@ pub async fn mark<F: Files>(
     if names::disk_of_half(child).is_some() {
         return Err(is_needed(image, child).hint("it is being moved: wait until that is over, and delete this then"));
     }
+    if names::format_of(child).is_none() {
+        let hint = "the name of that image does not say its format: give it the extension of that, or delete it first";
+        return Err(is_needed(image, child).hint(hint));
+    }
     let is_far = image.parent() != child.parent();
     let (parent, leaf) = (described(tools, image, format).await?, described(tools, child, None).await?);
     let refuse = |why: String| {
@@ -36,8 +40,11 @@ pub async fn mark<F: Files>(
     if is_far {
         return refuse(format!("its child {} lies in another folder, and it cannot take that name", child.display()));
     }
-    let (Some(identity), Some(child_identity)) = (parent.identity, leaf.identity) else {
-        return refuse(format!("a {} image cannot take the name of its child {}", parent.format, child.display()));
+    let (Some(identity), Some(child_identity)) = (parent.which, leaf.which) else {
+        return refuse(
+            "nobody could tell later which image that was: its file system does not say when files were made"
+                .to_owned(),
+        );
     };
     if parent.format != leaf.format {
         return refuse(format!("a {} image cannot take the name of {}", parent.format, child.display()));
@@ -155,7 +162,7 @@ async fn refuse_needed<F: Files>(
     let paths = list().await?;
     let family = Family::ask(tools, &paths).await;
     let Some(child) = family.children_of(path)?.first().cloned() else {
-        let Some(identity) = described(tools, path, None).await?.identity else { return Ok(()) };
+        let Some(identity) = described(tools, path, None).await?.which else { return Ok(()) };
         return refuse_half_merged(tools, path, identity, &paths).await;
     };
     let hint = "merge it into its parent by spile coalesce, or delete the child first; spile tree shows the family";

@@ -7,18 +7,18 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
-use spile_core::{Error, ErrorKind, Extent, Files, Result, Store};
+use spile_core::{Extent, Files, Result};
 use spile_image::layer::Layer as _;
-use spile_image::{Broken, GraphLayer, Known, RangeLock};
+use spile_image::{Broken, Known, RangeLock};
 
-use crate::jobs::{Note, Plan};
+use crate::jobs::{Note, Plan, which};
 use crate::lanes::{A_TURN, COUNTED_AT_ONCE, Lane, Lanes};
 use crate::work::{GraphOf, Work};
 
 /// Flattens the disk, from wherever that was left, and says in the job how it ended.
 ///
 /// # Errors
-/// `ReadOnly`; `Unsupported` for a format that must have a parent; the stores'. What is done by then is valid.
+/// `ReadOnly`; the stores'. What is done by then is valid.
 pub async fn flatten<F: Files>(work: &Work<'_, F>) -> Result<()> {
     let disk = work.disk_path().await;
     let result = begin(work).await;
@@ -30,10 +30,8 @@ async fn begin<F: Files>(work: &Work<'_, F>) -> Result<()> {
     if graph.handles().len() == 1 {
         return Ok(());
     }
-    refuse_format(&graph.handles()[0])?;
     crate::finish_left(work, graph.handles()[0].path()).await?;
-    let of = graph.handles()[0].image().identity();
-    let note = Note::new(Plan::Flatten, work.job.wishes(), of);
+    let note = Note::new(Plan::Flatten, work.job.wishes(), which(&graph));
     note.write(work.files, graph.handles()[0].path()).await?;
     work.job.accept();
     let ranges = Arc::new(RangeLock::default());
@@ -49,16 +47,6 @@ async fn begin<F: Files>(work: &Work<'_, F>) -> Result<()> {
     };
     work.put(graph.with_layers(layers)?).await?;
     result
-}
-
-/// Refuses a leaf whose format cannot give up its parent, before anything is copied into it.
-fn refuse_format<S: Store>(leaf: &GraphLayer<S>) -> Result<()> {
-    let format = leaf.image().format();
-    if format.about().has_jobs {
-        return Ok(());
-    }
-    let error = Error::new(ErrorKind::Unsupported, format!("a {format} image cannot give up its parent yet"));
-    Err(error.at_path(leaf.path()).hint("copy the disk by spile convert"))
 }
 
 /// Has the leaf hold all that it lacks, piece by piece, and makes it durable. Where it has space, but neither it nor a parent has bytes, it

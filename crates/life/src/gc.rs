@@ -14,7 +14,7 @@ use spile_node::Node;
 use crate::gone::Gone;
 use crate::jobs::{Note, Plan, Wishes, which};
 use crate::snapshot::remove_if_there;
-use crate::work::is_no_image;
+use crate::work::{is_no_image, is_of_others};
 use crate::{merge, names};
 
 /// What the collection works with.
@@ -43,9 +43,7 @@ impl Family {
     pub async fn ask<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf]) -> Self {
         let mut family = Self::default();
         for path in paths {
-            let Some(format) = names::format_of(path).filter(|format| format.about().has_parents) else {
-                continue;
-            };
+            let Some(format) = may_have_parent(path) else { continue };
             match named_parents(tools.asking, path, format).await {
                 Ok(parents) => {
                     for parent in parents {
@@ -54,8 +52,9 @@ impl Family {
                         children.dedup();
                     }
                 }
-                // An image that makes no sense cannot be used as a child either. What the storage does not give may be a child.
-                Err(error) if is_no_image(error.kind()) => {}
+                // An image that makes no sense cannot be used as a child either. What the storage does not give may be a child, and so may be
+                // what other programs understand.
+                Err(error) if is_no_image(error.kind()) && !is_of_others(error.kind(), format) => {}
                 Err(error) => family.unread = Some(error.at_path(path).to_string()),
             }
         }
@@ -75,6 +74,14 @@ impl Family {
             None => Ok(self.children.get(image).map_or(&[], |children| &children[..])),
         }
     }
+}
+
+/// The format in which the file at `path` is asked for its parent. Its name says that. Of files whose names say no format many are qcow2:
+/// other programs take the name of a snapshot for the extension.
+fn may_have_parent(path: &Path) -> Option<Format> {
+    let named = names::format_of(path);
+    let is_unnamed = named.is_none() && names::disk_of(path).is_none();
+    named.or(is_unnamed.then_some(Format::Qcow2)).filter(|format| format.about().has_parents)
 }
 
 /// The files that the image at `path` names as its parent, as far as they are there.
@@ -139,7 +146,7 @@ async fn judge<F: Files>(tools: &Tools<'_, F>, family: &Family, image: &Path) ->
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Verdict::Stale),
         // Another image may be made under this name right now.
         Err(error) if is_no_image(error.kind()) => return Ok(Verdict::waits(error.to_string())),
-        described => described?.identity,
+        described => described?.which,
     };
     let Some(gone) = Gone::read(asking, image).await? else {
         return Ok(Verdict::waits("the note beside it is not whole, or of another version: delete it again"));
@@ -166,7 +173,7 @@ async fn judge<F: Files>(tools: &Tools<'_, F>, family: &Family, image: &Path) ->
         let what = format!("its child {} is being moved, and has no name of its own yet", shown(child));
         return Ok(Verdict::waits(what));
     }
-    if described(tools, child, None).await?.identity != Some(gone.child) {
+    if described(tools, child, None).await?.which != Some(gone.child) {
         let now = shown(child);
         let why = format!("its child was another one when it was deleted, and is {now} now: delete it again");
         return Ok(Verdict::waits(why));

@@ -1,14 +1,14 @@
 //! The note beside an image that nobody needs as an image of its own any more ([`names::gone`]): its user has deleted it while it had one
 //! child. What it holds goes on in that child, once they are merged.
 //!
-//! The note names both images by their identities. It means nothing any more when another image has taken the name, or when the child is
+//! The note says which images both are ([`LayerInfo::which`](spile_image::LayerInfo::which)). It means nothing any more when another image has taken the name, or when the child is
 //! another one by now: then it is not proven that nobody needs the image.
 
 use std::path::Path;
 
 use spile_core::{ErrorKind, Files, Locator, OpenMode, Result};
 use spile_image::GraphLayer;
-use spile_image::layer::{Identity, Layer as _};
+use spile_image::layer::Identity;
 
 use crate::jobs::note::{from_hex, read_text, to_hex, write_text};
 use crate::names;
@@ -17,9 +17,9 @@ use crate::snapshot::remove_if_there;
 /// An image that was deleted while it had one child.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gone {
-    /// The image.
+    /// Which image.
     pub identity: Identity,
-    /// The child that it had.
+    /// Which child it had.
     pub child: Identity,
     /// The merge of the child into it has begun: it may hold some of what the child holds, and is a snapshot no more.
     pub is_merged: bool,
@@ -111,8 +111,8 @@ impl Gone {
     /// # Errors
     /// The system's.
     pub(crate) async fn of<F: Files>(files: &F, layer: &GraphLayer<F::Store>) -> Result<Option<Self>> {
-        let identity = layer.image().identity();
-        Ok(Self::read(files, layer.path()).await?.filter(|gone| Some(gone.identity) == identity))
+        let which = layer.which();
+        Ok(Self::read(files, layer.path()).await?.filter(|gone| Some(gone.identity) == which))
     }
 
     /// Removes the note of `image`, if there is one.

@@ -47,11 +47,6 @@ pub async fn check<F: Files>(
             return Err(Error::new(ErrorKind::InvalidInput, what).at_path(parent.handles()[0].path()));
         }
     }
-    let format = leaf.image().format();
-    if !format.about().has_jobs {
-        let error = Error::new(ErrorKind::Unsupported, format!("a {format} image cannot be given another parent yet"));
-        return Err(error.at_path(leaf.path()).hint("qemu-img rebase does that while nobody uses the disk"));
-    }
     // A name that makes no sense is no reason: it is to be replaced.
     if matches!(leaf.image().parent().await, Ok(None)) {
         let error =

@@ -56,7 +56,7 @@ impl Plan {
         let format = child_format(leaf.format);
         check_extension(&leaf.path, given, format).map_err(|error| match fits(format, leaf.virtual_bytes) {
             true => error,
-            false => error.hint("a vhd, the only format that Spile makes children of, ends at 2040 GiB: larger disks have neither snapshots nor clones"),
+            false => error.hint("a vhd ends at 2040 GiB: `spile convert` to qcow2 makes a disk of this size that has snapshots and clones"),
         })?;
         check_new_child(leaf.path.parent().unwrap_or(Path::new("/")), layers, allowed)?;
         Ok(Self { disk: leaf.path.clone(), snapshot, format })
@@ -129,8 +129,7 @@ pub fn snapshot_path(disk: &Path, name: &str) -> Result<PathBuf> {
 
 /// The format of a new leaf over an image of the format `parent`.
 pub fn child_format(parent: Format) -> Format {
-    let can = |format: Format| format.about().has_parents && format.about().has_jobs;
-    if can(parent) { parent } else { Format::ALL.iter().copied().find(|format| can(*format)).unwrap_or(Format::Vhd) }
+    if parent.about().has_parents { parent } else { Format::Vhd }
 }
 
 /// True when an image of this format can be as large as `size_bytes`.
@@ -202,7 +201,7 @@ async fn check_disk<F: Files>(files: &F, graph: &Graph<F::Store>, plan: &Plan) -
     }
     if !store.info().grows_zeroed {
         let error = Error::new(ErrorKind::Unsupported, "a disk on a block device has no room beside it for a snapshot");
-        return Err(error.at_path(&plan.disk).hint("copy it to a VHD file: spile convert"));
+        return Err(error.at_path(&plan.disk).hint("copy it to a VHD or qcow2 file: spile convert"));
     }
     if !files.is_at(store, &plan.disk).await? {
         let error = Error::new(ErrorKind::NotFound, "the disk's file is not at its path any more");
@@ -369,6 +368,7 @@ mod tests {
             file_bytes: 512,
             direct: true,
             identity: None,
+            which: None,
             unflushed: false,
             facts,
         }

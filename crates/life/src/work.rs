@@ -275,8 +275,9 @@ impl<F: Files> Work<'_, F> {
             match spile_image::is_child_of(self.asking, image, *format, parent, identity).await {
                 Ok(false) => {}
                 Ok(true) => return Ok(true),
-                // An image that makes no sense cannot be used as a child either. What the storage does not give may be a child.
-                Err(error) if is_no_image(error.kind()) => {}
+                // An image that makes no sense cannot be used as a child either. What the storage does not give may be a child, and so may be
+                // what other programs understand.
+                Err(error) if is_no_image(error.kind()) && !is_of_others(error.kind(), *format) => {}
                 Err(error) => {
                     return Err(error.hint("it may be a child of the disk's images: make it readable, or move it"));
                 }
@@ -304,4 +305,10 @@ pub(crate) fn size_of<S: Store>(layer: &GraphLayer<S>) -> u64 {
 pub(crate) fn is_no_image(kind: ErrorKind) -> bool {
     use ErrorKind::{Corrupt, InvalidInput, NotFound, OutOfRange, Unsupported};
     matches!(kind, Corrupt | InvalidInput | NotFound | OutOfRange | Unsupported)
+}
+
+/// True for the error of an image that other programs may understand, in a format that is theirs: it may have a parent, and nobody here knows
+/// which.
+pub(crate) fn is_of_others(kind: ErrorKind, format: Format) -> bool {
+    kind == ErrorKind::Unsupported && format.about().identity_mark.is_some()
 }

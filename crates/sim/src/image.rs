@@ -3,10 +3,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use spile_core::{
-    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Files, Io, OpenMode, Result, Segments, Store as _,
-    StoreOffset, Via,
-};
+use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Files, Io, OpenMode, Result};
 use spile_image::check::Severity;
 use spile_image::formats::vhd::codec::footer::DiskType;
 use spile_image::formats::vhd::{self, CreateParams, VhdParent};
@@ -192,10 +189,7 @@ impl Image {
         let parent =
             (plan.kind == Kind::Qcow2Chain).then(|| (self.name(layer - 1), self.layers[layer - 1].kind.extension().1));
         let parent = parent.as_ref().map(|(name, format)| (name.as_str(), *format));
-        let bytes = plan.form.empty_image(plan.size_bytes, plan.block_bytes, parent);
-        let store = world.files().open(&path.into(), OpenMode::ReadWrite).await?;
-        store.write_at(StoreOffset(0), &Segments::copied(&bytes), Via::Cached).await?;
-        store.sync().await
+        plan.form.install(world, &path, plan.size_bytes, plan.block_bytes, parent).await
     }
 
     async fn check_layer(&self, world: &World, layer: usize) -> Result<(), String> {

@@ -1,6 +1,11 @@
 //! Empty qcow2 images for simulated hosts, in any form that the format has.
 
+use std::path::Path;
+
+use spile_core::{Files, OpenMode, Result, Segments, Store as _, StoreOffset, Via};
+
 use crate::rng::Rng;
+use crate::world::World;
 
 /// The form of a qcow2 image, beside its size and that of its clusters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -21,6 +26,25 @@ impl Form {
             true => Self { is_version_2, is_extended: false, refcount_order: 4 },
             false => Self { is_version_2, is_extended: extended && cluster_bytes >= 16 << 10, refcount_order: order },
         }
+    }
+
+    /// Puts an empty image of `size_bytes` into the empty file or device at `path`, durable. `parent` is the name of its parent and what
+    /// qcow2 calls that one's format.
+    ///
+    /// # Errors
+    /// The store's.
+    pub(crate) async fn install(
+        &self,
+        world: &World,
+        path: &Path,
+        size_bytes: u64,
+        cluster_bytes: u32,
+        parent: Option<(&str, &str)>,
+    ) -> Result<()> {
+        let bytes = self.empty_image(size_bytes, cluster_bytes, parent);
+        let store = world.files().open(&path.into(), OpenMode::ReadWrite).await?;
+        store.write_at(StoreOffset(0), &Segments::copied(&bytes), Via::Cached).await?;
+        store.sync().await
     }
 
     /// The first bytes of an empty image, which is zero behind them: the header, the refcount table with the blocks that count all of

@@ -111,11 +111,10 @@ pub struct About {
     pub has_parents: bool,
     /// A new image can have [`Options`](crate::create::Options) and units of a chosen size.
     pub has_options: bool,
-    /// Snapshots, merges, moves and backups write its images: they can give up a part, and name another parent.
-    pub has_jobs: bool,
     /// Virtual sizes are multiples of this many bytes.
     pub size_unit_bytes: u64,
-    /// The first bytes of each identity of its images, where a child can tell the format of its parent by them.
+    /// The first bytes of each identity of its images, where a child can tell the format of its parent by them. Such an identity is made of
+    /// what lies where in the image: it stays as long as nobody writes to the image.
     pub identity_mark: Option<[u8; 4]>,
 }
 
@@ -135,6 +134,11 @@ impl Format {
     pub fn marked(identity: Identity) -> Option<Self> {
         let has_mark = |format: &Self| format.about().identity_mark.is_some_and(|mark| identity.0.starts_with(&mark));
         Self::ALL.iter().copied().find(has_mark)
+    }
+
+    /// True when `identity` stays the same while its image is written to.
+    pub fn lasts(identity: Identity) -> bool {
+        Self::marked(identity).is_none()
     }
 
     /// The format that the file's extension means, if any.

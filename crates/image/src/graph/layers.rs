@@ -10,7 +10,7 @@ use spile_core::{Result, Store, Via};
 
 use crate::facts::LayerInfo;
 use crate::formats::AnyLayer;
-use crate::layer::Layer;
+use crate::layer::{Identity, Layer};
 
 /// What tells a layer from every other that this process has opened. It never changes while the layer lives, and is never
 /// given again.
@@ -92,6 +92,15 @@ impl<S: Store> GraphLayer<S> {
         Ok(())
     }
 
+    /// Which image it is, for a note that is read when the image was written to: its own identity, where that stays the same then, else that
+    /// of its file. `None` where nobody can tell later.
+    pub fn which(&self) -> Option<Identity> {
+        let image = &self.image;
+        let is_lasting = image.format().about().identity_mark.is_none();
+        let own = if is_lasting { image.identity() } else { None };
+        own.or_else(|| image.store().file_identity().map(Identity))
+    }
+
     /// What there is to know of the layer.
     pub fn info(&self) -> LayerInfo {
         let image = &self.image;
@@ -102,6 +111,7 @@ impl<S: Store> GraphLayer<S> {
             file_bytes: image.store().len_bytes(),
             direct: image.via() == Via::Direct,
             identity: image.identity(),
+            which: self.which(),
             unflushed: image.is_unflushed(),
             facts: image.facts(),
         }

@@ -225,7 +225,8 @@ impl<S: Store> Graph<S> {
     pub async fn next_unfilled(&self, extent: Extent) -> Result<Option<Extent>> {
         let mut at = extent.start();
         while at < extent.end() {
-            let Some(part) = self.leaf().next_held(Extent::from_range(at..extent.end())) else { return Ok(None) };
+            let rest = Extent::from_range(at..extent.end());
+            let Some(part) = self.leaf().next_own(rest).await? else { return Ok(None) };
             at = part.start();
             while at < part.end() {
                 match self.leaf().find(at, part.end() - at) {

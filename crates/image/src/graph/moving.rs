@@ -251,7 +251,7 @@ impl<S: Store> Graph<S> {
             Change::Zero(how) => Io::write_zeroes(part, WriteZeroes { only_if_fast: false, ..how }),
             Change::Discard => Io::discard(part),
         });
-        match (self.leaf().next_held(part).is_some(), change) {
+        match (self.leaf().next_own(part).await?.is_some(), change) {
             (false, _) => in_parent.await,
             (true, Change::Discard) if is_moved => Ok(()),
             (true, change) if is_moved => sinking.in_both(self.change_unit(part, change), in_parent).await,
@@ -283,9 +283,12 @@ impl<S: Store> Graph<S> {
         join_all(flushes).await.into_iter().collect()
     }
 
-    /// The first part of `extent` for which the leaf has space of its own, one unit at most.
-    pub fn next_own(&self, extent: Extent) -> Option<Extent> {
-        self.leaf().next_held(extent)
+    /// The first part of `extent` that the leaf has something of, one unit at most.
+    ///
+    /// # Errors
+    /// As [`Layer::load`].
+    pub async fn next_own(&self, extent: Extent) -> Result<Option<Extent>> {
+        self.leaf().next_own(extent).await
     }
 
     /// The units of the leaf around `extent`.

@@ -3,7 +3,7 @@
 use std::pin::{Pin, pin};
 
 use futures_util::future::join_all;
-use spile_core::{ErrorKind, Extent, Result, Segments, Store, StoreOffset, WriteZeroes, metrics};
+use spile_core::{Error, ErrorKind, Extent, Result, Segments, Store, StoreOffset, WriteZeroes, metrics};
 
 use super::Graph;
 use super::moving::Change;
@@ -44,19 +44,16 @@ impl<S: Store> Graph<S> {
     /// Writes a part of a request that one reservation covers.
     pub(super) async fn write_part(&self, part: Extent, from: &Segments) -> Result<()> {
         let reserved = self.leaf().reserve(part).await?;
-        let mut written = self.write_at(reserved.offset(), from).await;
-        if written.is_ok() && reserved.around() != (0, 0) {
-            written = self.copy_around(part, reserved.offset(), reserved.around()).await;
+        if let Err(error) = self.write_at(reserved.offset(), from).await {
+            return Err(give_up(reserved, error));
         }
-        match written {
-            Ok(()) => reserved.commit().await,
-            Err(error) => {
-                if error.kind() == ErrorKind::NoSpace {
-                    reserved.abandon();
-                }
-                Err(error)
-            }
+        let around = reserved.around();
+        if around != (0, 0)
+            && let Err(error) = self.copy_around(part, reserved.offset(), around).await
+        {
+            return Err(give_up(reserved, error));
         }
+        reserved.commit().await
     }
 
     /// Writes what the disk shows around `part` to the bytes around `offset`, which is the place of the part in the leaf. In a box, so
@@ -181,4 +178,13 @@ impl<S: Store> Graph<S> {
         }
         Ok(())
     }
+}
+
+/// A write to `reserved` has failed. Space is there for other writes where there was too little for this one.
+#[cold]
+fn give_up(reserved: impl Reserved, error: Error) -> Error {
+    if error.kind() == ErrorKind::NoSpace {
+        reserved.abandon();
+    }
+    error
 }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreOffset, Via};
 use spile_image::Graph;
-use spile_image::layer::{Identity, Layer as _};
+use spile_image::layer::Identity;
 
 use crate::motion::Move;
 use crate::names;
@@ -29,7 +29,7 @@ pub enum Plan {
 /// The layer that is merged away.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Merged {
-    /// Its identity.
+    /// Which image it is ([`GraphLayer::which`](spile_image::GraphLayer::which)), or [`Merged::UNKNOWN`].
     pub identity: Identity,
     /// Where it lay when the job began.
     pub path: PathBuf,
@@ -37,6 +37,11 @@ pub struct Merged {
     pub parent: PathBuf,
     /// It is a snapshot that its user keeps: in the end its parent takes its name. The leaf's parent always does that.
     pub keeps_name: bool,
+}
+
+impl Merged {
+    /// Stands for a layer that nobody can tell later: it is known by its name alone, and its file is not removed later.
+    pub const UNKNOWN: Identity = Identity([0; 16]);
 }
 
 /// What its users want of a job, besides what it does.
@@ -72,10 +77,9 @@ pub struct Copied {
     pub half: String,
 }
 
-/// Which image the disk of `graph` is: as it says itself, or, of one that does not say it, which file. `None` where nobody can tell.
+/// Which image the disk of `graph` is: as it says itself, or, of one that does not say it for good, which file. `None` where nobody can tell.
 pub fn which<S: Store>(graph: &Graph<S>) -> Option<Identity> {
-    let image = graph.handles()[0].image();
-    image.identity().or_else(|| image.store().file_identity().map(Identity))
+    graph.handles()[0].which()
 }
 
 /// What the other host that a disk is moved to has done.

@@ -6,7 +6,7 @@ use spile_core::{Disk, Error, ErrorKind, Files, OpenMode, Result, Store};
 use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph};
 
-use super::refuse;
+use super::{by_content, refuse};
 use crate::gone::Gone;
 use crate::jobs::Merged;
 use crate::names;
@@ -68,7 +68,7 @@ fn find_path<'a>(paths: impl Iterator<Item = &'a Path> + Clone, name: &str) -> R
 /// The plan to merge the layer called `name` of `graph` into its parent.
 ///
 /// # Errors
-/// `NotFound` as [`find_layer`]; `InvalidInput` for a layer without a parent; `Unsupported` for a format without identities, and for a leaf
+/// `NotFound` as [`find_layer`]; `InvalidInput` for a layer without a parent; `Unsupported` for a leaf
 /// whose parent cannot take its name.
 pub fn plan<S: Store>(graph: &Graph<S>, name: Option<&str>) -> Result<Merged> {
     plan_of(graph, find_layer(graph, name)?)
@@ -90,13 +90,10 @@ fn plan_of<S: Store>(graph: &Graph<S>, number: usize) -> Result<Merged> {
         let what = "the layer has no parent that it could be merged into".to_owned();
         return Err(refuse(ErrorKind::InvalidInput, what, layer.path(), "the last layer of a chain stays"));
     };
-    let Some(identity) = layer.image().identity() else {
-        let what = format!("a {} image cannot be merged into its parent yet", layer.image().format());
-        return Err(refuse(ErrorKind::Unsupported, what, layer.path(), "copy the disk by spile convert"));
-    };
     if number == 0 {
         check_takes_place(graph, number)?;
     }
+    let identity = layer.which().unwrap_or(Merged::UNKNOWN);
     let (path, parent) = (layer.path().to_owned(), parent.path().to_owned());
     Ok(Merged { identity, path, parent, keeps_name: false })
 }
@@ -113,11 +110,6 @@ pub(super) async fn check<F: Files>(
         return Err(refuse(ErrorKind::InvalidInput, what, graph.handles()[number].path(), "the last layer stays"));
     };
     for image in [layer, parent] {
-        let format = image.image().format();
-        if !format.about().has_jobs {
-            let what = format!("a {format} image cannot be merged yet");
-            return Err(refuse(ErrorKind::Unsupported, what, image.path(), "copy the disk by spile convert"));
-        }
         check_place(image.path())?;
     }
     check_sizes(graph, number)?;
@@ -127,10 +119,6 @@ pub(super) async fn check<F: Files>(
     check_mark(work, graph, number, keeps_name).await?;
     let others = other_children(work, graph, number).await?;
     for other in &others {
-        if let Some(format) = Format::from_extension(other).filter(|format| !format.about().has_jobs) {
-            let what = format!("{}, a {format} image, is a child of this image, too", other.display());
-            return Err(refuse(ErrorKind::Unsupported, what, layer.path(), "it cannot be given another parent yet"));
-        }
         if !Format::from_extension(other).is_some_and(|format| format.about().has_parents) {
             let what =
                 format!("{} is a child of this image, too, and its name does not say its format", other.display());
@@ -139,6 +127,7 @@ pub(super) async fn check<F: Files>(
         // Somebody who has it open would go on with a parent that is gone.
         work.files.open(&other.as_path().into(), OpenMode::ReadWrite).await.map_err(|error| just_gone(error, other))?;
     }
+    by_content::check(work, graph, number, &others).await?;
     if number == 0
         && let Some(other) = others.first()
     {
@@ -243,7 +232,7 @@ async fn check_mark<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, number: us
         return Err(refuse(ErrorKind::Busy, what, layer.path(), "spile gc finishes it"));
     }
     let gone = Gone::of(work.asking, parent).await?.filter(|gone| gone.is_merged);
-    let is_ours = gone.map(|gone| Some(gone.child) == layer.image().identity());
+    let is_ours = gone.map(|gone| Some(gone.child) == layer.which());
     if is_ours == Some(false) {
         let what = "another image was merged into this one, and that is not finished".to_owned();
         return Err(refuse(ErrorKind::Busy, what, parent.path(), "spile gc finishes it"));

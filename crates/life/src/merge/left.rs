@@ -39,10 +39,11 @@ pub(super) async fn pass_children_on<F: Files>(
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         opened => opened?,
     };
-    if layer.image().identity() != Some(plan.identity) {
+    // Another image may have taken the name.
+    if layer.which() != Some(plan.identity) {
         return Ok(None);
     }
-    if layer.image().next_held(Extent::from_range(0..size_of(&layer))).is_some() {
+    if layer.image().next_own(Extent::from_range(0..size_of(&layer))).await?.is_some() {
         let what = "the layer has something of its own, and is no layer of the disk any more";
         let error = Error::new(ErrorKind::Corrupt, what).at_path(layer.path());
         return Err(error.hint("nothing was removed; look for the image that needs it"));

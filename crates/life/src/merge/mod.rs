@@ -20,6 +20,7 @@
 //! The leaf sinks ([`spile_image::Sinking`]): what guests write goes to the parent wherever the leaf has nothing, so the leaf only becomes
 //! smaller. When it has nothing left, the parent's file takes the leaf's name, and the leaf is gone.
 
+mod by_content;
 mod check;
 mod leaf;
 mod left;
@@ -72,7 +73,8 @@ pub(crate) async fn may_have_taken_out<F: Files>(work: &Work<'_, F>, plan: &Plan
         Some(0) => false,
         Some(number) => {
             let layer = &graph.handles()[number];
-            layer.image().next_held(Extent::from_range(0..size_of(layer))).is_none()
+            // What cannot be looked up may be nothing.
+            !matches!(layer.image().next_own(Extent::from_range(0..size_of(layer))).await, Ok(Some(_)))
         }
     }
 }
@@ -121,9 +123,10 @@ async fn remove_marks<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()>
 /// The number of the layer that `plan` merges; `None` when the disk has it no more. Its folder may have moved; a copy under another name
 /// has the same identity, and is not meant.
 fn number_of<S: spile_core::Store>(graph: &spile_image::Graph<S>, plan: &Merged) -> Option<usize> {
-    graph.handles().iter().position(|layer| {
-        layer.image().identity() == Some(plan.identity) && layer.path().file_name() == plan.path.file_name()
-    })
+    let is_it = |layer: &std::sync::Arc<spile_image::GraphLayer<S>>| {
+        layer.path().file_name() == plan.path.file_name() && layer.which().unwrap_or(Merged::UNKNOWN) == plan.identity
+    };
+    graph.handles().iter().position(is_it)
 }
 
 /// The graph without its first `count` layers.

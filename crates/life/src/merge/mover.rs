@@ -96,11 +96,11 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
     /// The units that the layer has from `from` on, [`WINDOW`] at most, in the order in which they lie in its file: what lies side by side is
     /// read together, and its space is given back together. A large disk has millions of units, and guests are served between some
     /// thousand of them.
-    async fn window(&self, from: u64) -> Vec<Extent> {
+    async fn window(&self, from: u64) -> Result<Vec<Extent>> {
         let (mut units, mut at, end) = (Vec::new(), from, self.whole().end());
         while units.len() < WINDOW
             && at < end
-            && let Some(held) = self.source.next_own(Extent::from_range(at..end))
+            && let Some(held) = self.source.next_own(Extent::from_range(at..end)).await?
         {
             let unit = self.source.unit_of(held);
             at = unit.end();
@@ -110,7 +110,7 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
             }
         }
         units.sort_unstable_by_key(|(offset, unit)| (*offset, unit.start()));
-        units.into_iter().map(|(_, unit)| unit).collect()
+        Ok(units.into_iter().map(|(_, unit)| unit).collect())
     }
 
     /// How many bytes to copy with the next batch: [`Sizes::batch_bytes`](crate::Sizes), and fewer where they would take longer than
@@ -149,7 +149,8 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
     async fn units_bytes(&self) -> Result<u64> {
         let (mut total_bytes, mut at, end) = (0, 0, self.whole().end());
         for counted in 1_u64.. {
-            let held = (at < end).then(|| self.source.next_own(Extent::from_range(at..end))).flatten();
+            let rest = Extent::from_range(at..end);
+            let held = if at < end { self.source.next_own(rest).await? } else { None };
             let Some(unit) = held.map(|held| self.source.unit_of(held)) else { break };
             (total_bytes, at) = (total_bytes + unit.len_bytes, unit.end());
             if counted.is_multiple_of(COUNTED_AT_ONCE) {
@@ -176,7 +177,7 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
     async fn pass(&self) -> Result<bool> {
         let (mut from, mut copied, mut any) = (0, Batch::default(), false);
         loop {
-            let window = self.window(from).await;
+            let window = self.window(from).await?;
             let Some(end) = window.iter().map(|unit| unit.end()).max() else { break };
             (from, any) = (end, true);
             let mut rest = &window[..];

@@ -59,20 +59,17 @@ impl Parents {
         if parents.is_empty() {
             return Ok(None);
         }
-        if !format.about().has_parents || !format.about().has_jobs {
+        if !format.about().has_parents {
             let what = format!("the chain cannot be kept: a {format} has no parent");
             let error = Error::new(ErrorKind::Unsupported, what).at_path(to);
-            return Err(error.hint("move it to a .vhd, or flatten it: --chain flatten"));
+            return Err(error.hint("move it to a .vhd or .qcow2, or flatten it: --chain flatten"));
         }
         let mut names: Vec<PathBuf> = Vec::new();
         for parent in parents {
             let (path, image) = (parent.path(), parent.image());
             let is_file = path.is_absolute() && image.store().info().grows_zeroed;
-            if !is_file || !image.format().about().has_jobs {
-                let what = match is_file {
-                    true => format!("the chain cannot be kept: Spile moves no {}", image.format()),
-                    false => "the chain cannot be kept: this parent is no file".to_owned(),
-                };
+            if !is_file {
+                let what = "the chain cannot be kept: this parent is no file";
                 return Err(Error::new(ErrorKind::Unsupported, what).at_path(path).hint("flatten it: --chain flatten"));
             }
             let name = to.with_file_name(path.file_name().unwrap_or_default());
@@ -137,7 +134,8 @@ impl Parents {
             _ => other_image(name, parent.path(), &error.to_string()),
         })?;
         let (old, new) = (parent.image(), there.handles()[0].image());
-        if old.identity() != new.identity() {
+        // An identity that does not last changes with the name of the parent's own parent. Both are compared as a whole anyway.
+        if old.identity() != new.identity() && new.identity().is_none_or(Format::lasts) {
             return Err(other_image(name, parent.path(), "its UUID is another"));
         }
         if old.size_bytes() != new.size_bytes() {

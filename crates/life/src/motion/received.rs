@@ -345,11 +345,6 @@ impl<F: Files> Receiver<'_, F> {
         let half = names::receiving(disk);
         refuse_taken(self.files, disk).await?;
         refuse_taken(self.files, &half).await?;
-        if !format.about().has_jobs {
-            return Err(
-                Error::new(ErrorKind::Unsupported, format!("no disk is moved into a {format} image")).at_path(disk)
-            );
-        }
         // What was noted of a disk that is gone says nothing of this one.
         self.forget_changes(disk).await?;
         let state = ReceivedState::Making;

@@ -99,10 +99,6 @@ impl TargetSpec {
         match &self.at {
             Locator::Path(path) => {
                 let format = Format::of(path, self.format)?;
-                if !format.about().has_jobs {
-                    let what = format!("no backup is written as {format}");
-                    return Err(Error::new(ErrorKind::Unsupported, what).at_path(path).hint("use a VHD or a raw file"));
-                }
                 if is_device(path) && format != Format::Raw {
                     return Err(invalid("a block device is written as a raw disk").at_path(path).hint("--to raw"));
                 }

@@ -645,9 +645,6 @@ fn plan_move(graph: &Graph<HostStore>, new: &NewJob) -> Result<Move> {
         let hint = error.hint_text().map(|hint| hint.replace("--format", "--to-format"));
         error.hint(hint.unwrap_or_default())
     })?;
-    if !format.about().has_jobs {
-        return Err(Error::new(ErrorKind::Unsupported, format!("no disk is moved into a {format} image")).at_path(&to));
-    }
     Ok(plan(Locator::Path(to), format))
 }
 

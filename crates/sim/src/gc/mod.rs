@@ -21,7 +21,7 @@ use std::sync::Arc;
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_image::formats::vhd::CreateParams;
 use spile_image::formats::vhd::codec::footer::DiskType;
-use spile_image::{Graph, OpenOptions};
+use spile_image::{Format, Graph, OpenOptions};
 use spile_life::gc::{Family, Tools};
 use spile_life::recover;
 use spile_node::Node;
@@ -31,6 +31,7 @@ use crate::explore::{Finding, catch_findings};
 use crate::faults::Faults;
 use crate::oracle::Oracle;
 use crate::plan::{Life, Plan};
+use crate::qcow2::Form;
 use crate::rng::Rng;
 use crate::store::{SimFiles, SimStore};
 use crate::workload::Workload;
@@ -81,6 +82,8 @@ struct Host {
     broken: Broken,
     size_bytes: u64,
     block_bytes: u32,
+    /// The form of the first image, where all are qcow2; else they are VHDs.
+    form: Option<Form>,
     images: RefCell<BTreeMap<PathBuf, Image>>,
     /// Images that a command is making or deleting, or merging the disk into.
     deleting: RefCell<BTreeSet<PathBuf>>,
@@ -127,6 +130,7 @@ summary! {
 pub fn run_gc(seed: u64, broken: Broken, trace: bool) -> Result<GcSummary, Finding> {
     let mut rng = Rng::new(seed).split(100);
     let (size_bytes, block_bytes) = (rng.between(4, 24) << 14, *rng.pick(&[4096_u32, 16 << 10, 64 << 10]));
+    let mut of_kind = Rng::new(seed).split(101);
     let mut plan = Plan::draw(seed, size_bytes, block_bytes.into());
     plan.hardware.devices = false;
     // The last steps of all that is done here are changes of names. Where every operation may fail, little comes so far.
@@ -147,6 +151,7 @@ pub fn run_gc(seed: u64, broken: Broken, trace: bool) -> Result<GcSummary, Findi
         broken,
         size_bytes,
         block_bytes,
+        form: of_kind.chance(1, 2).then(|| Form::draw(&mut of_kind, block_bytes)),
         images: RefCell::default(),
         deleting: RefCell::default(),
         next_process: Cell::new(1),
@@ -195,7 +200,7 @@ impl Host {
 
     /// Makes the first disk, durable.
     fn fill(self: &Rc<Self>, rng: &mut Rng) {
-        let path = PathBuf::from("/images/disk.vhd");
+        let path = self.named("disk");
         self.know(&path, Oracle::default(), Fate::Kept, true);
         let (host, word) = (self.clone(), rng.word());
         block_on(&self.world, async move {
@@ -207,7 +212,21 @@ impl Host {
         });
     }
 
+    /// The format of all images.
+    fn format(&self) -> Format {
+        if self.form.is_some() { Format::Qcow2 } else { Format::Vhd }
+    }
+
+    /// The path of the image of this name.
+    fn named(&self, stem: &str) -> PathBuf {
+        PathBuf::from(format!("/images/{stem}.{}", self.format()))
+    }
+
     async fn make(&self, path: &Path) -> Result<()> {
+        if let Some(form) = self.form {
+            self.world.install_empty(path, 0);
+            return form.install(&self.world, path, self.size_bytes, self.block_bytes, None).await;
+        }
         let params = CreateParams {
             block_size_bytes: self.block_bytes,
             ..CreateParams::new(DiskType::Dynamic, self.size_bytes)

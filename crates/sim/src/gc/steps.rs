@@ -6,7 +6,6 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use spile_core::{Disk, ErrorKind, Files, Result};
-use spile_image::Format;
 use spile_life::base::refuse_unfit;
 use spile_life::gc::{Family, Kind, collect, look, tidy};
 use spile_life::jobs::{Job, Merged, Plan, Wishes};
@@ -21,9 +20,9 @@ use crate::turns::{Turns, pause};
 use crate::world::World;
 
 /// The names that snapshots and clones get: few, so that they come again.
-const NAMES: [&str; 5] = ["/images/n0.vhd", "/images/n1.vhd", "/images/n2.vhd", "/images/n3.vhd", "/images/n4.vhd"];
+const NAMES: [&str; 5] = ["n0", "n1", "n2", "n3", "n4"];
 /// The disk that nobody deletes.
-const DISK: &str = "/images/disk.vhd";
+const DISK: &str = "disk";
 
 /// The files of the folder, which change.
 enum Listed {
@@ -54,7 +53,7 @@ impl Host {
     /// A name that nobody has.
     fn free_name(&self, rng: &mut Rng) -> Option<PathBuf> {
         let taken = self.list();
-        let free: Vec<_> = NAMES.iter().map(PathBuf::from).filter(|name| !taken.contains(name)).collect();
+        let free: Vec<_> = NAMES.iter().map(|name| self.named(name)).filter(|name| !taken.contains(name)).collect();
         (!free.is_empty()).then(|| rng.pick(&free).clone())
     }
 
@@ -103,7 +102,8 @@ impl Host {
     async fn delete_one(&self, rng: &mut Rng) {
         let there = self.list();
         let may_go = |fate| matches!(fate, Fate::Kept | Fate::Marked | Fate::Open);
-        let of_users = |path: &&PathBuf| path.as_path() != Path::new(DISK) && self.images.borrow().contains_key(*path);
+        let disk = self.named(DISK);
+        let of_users = |path: &&PathBuf| **path != disk && self.images.borrow().contains_key(*path);
         let mut images: Vec<_> = there.iter().filter(of_users).filter(|path| may_go(self.fate(path))).collect();
         images.retain(|path| !self.deleting.borrow().contains(*path));
         if images.is_empty() {
@@ -189,7 +189,7 @@ impl Host {
         refuse_unfit(&self.tools(&files, &asking, &env), base, &self.list()).await?;
         let new = new_child(&graph.layers()[0], self.size_bytes, base)?;
         let store = Files::create(&files, path, 0).await?;
-        Format::Vhd.create(&store, &*env, &new).await?;
+        self.format().create(&store, &*env, &new).await?;
         drop(store);
         drop(graph);
         Ok(())

@@ -1,6 +1,6 @@
 //! The jobs of [`super`], and those who meddle with them.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -8,7 +8,6 @@ use spile_core::{Env, Error, ErrorKind, Files};
 use spile_life::jobs::{Job, Merged, Plan, State, Wishes};
 use spile_life::{Work, merge};
 
-use super::chain::DISK;
 use super::{Host, MergeNode};
 use crate::jobs;
 use crate::rng::Rng;
@@ -17,7 +16,7 @@ use crate::turns::{Turns, pause};
 impl Host {
     /// Goes on with the job that the note names, then begins others.
     pub(super) async fn jobs(self: Rc<Self>, node: MergeNode, mut rng: Rng) {
-        if let Some(note) = jobs::left(&self.world.files(), Path::new(DISK), || self.has_faults()).await {
+        if let Some(note) = jobs::left(&self.world.files(), self.chain.disk.as_path(), || self.has_faults()).await {
             self.count(|summary| summary.resumed += 1);
             if self.job(&node, note.plan, &mut rng).await == State::Stopped {
                 return;
@@ -59,7 +58,7 @@ impl Host {
         let before = self.paths_of(node).await;
         let must_be_refused = self.must_be_refused(&before, &plan);
         if let Plan::Coalesce(Merged { path, parent, .. }) = &plan
-            && path != Path::new(DISK)
+            && path != self.chain.disk.as_path()
         {
             self.moved.borrow_mut().insert(path.clone(), parent.clone());
         }
@@ -104,7 +103,7 @@ impl Host {
                 self.count(|summary| summary.ended_early += 1);
             }
         }
-        jobs::check_note(&files, Path::new(DISK), job.state(), || self.has_faults()).await;
+        jobs::check_note(&files, self.chain.disk.as_path(), job.state(), || self.has_faults()).await;
         job.state()
     }
 
@@ -142,9 +141,12 @@ impl Host {
         self.count(|summary| summary.refused += 1);
     }
 
-    /// A merge that was broken off has written to the parent. The layer holds a later time for it than before.
+    /// A merge that was broken off has written to the parent. A VHD holds a later time for it than before.
     async fn check_time(&self, node: &MergeNode, plan: &Plan, begun_unix_s: u64) {
         let Plan::Coalesce(Merged { path, .. }) = plan else { return };
+        if self.chain.is_qcow2() {
+            return;
+        }
         let graph = node.graph().await;
         let Some(layer) = graph.layers().into_iter().find(|layer| layer.path == *path) else { return };
         let held = layer.facts.parent_changed_unix_s;
@@ -154,7 +156,7 @@ impl Host {
     async fn check_done(&self, node: &MergeNode, plan: &Plan, before: &[PathBuf]) {
         let files = self.world.files();
         let after = self.paths_of(node).await;
-        assert_eq!(after[0], Path::new(DISK), "the leaf is not called as the disk any more");
+        assert_eq!(after[0], self.chain.disk.as_path(), "the leaf is not called as the disk any more");
         match plan {
             Plan::Move(_) => panic!("nobody has begun a move here"),
             Plan::Flatten => {
@@ -162,10 +164,10 @@ impl Host {
                 self.count(|summary| summary.flattened += 1);
             }
             Plan::Coalesce(Merged { path, parent, .. }) => {
-                let gone = if path == Path::new(DISK) { parent } else { path };
+                let gone = if path == self.chain.disk.as_path() { parent } else { path };
                 assert!(files.canonical(gone).await.is_err(), "{} is still there", gone.display());
                 assert!(!after.contains(gone), "{} is still a layer", gone.display());
-                let (leaf, was_layer) = (path == Path::new(DISK), before.contains(path));
+                let (leaf, was_layer) = (path == self.chain.disk.as_path(), before.contains(path));
                 self.count(|summary| match leaf {
                     true => summary.leaves += 1,
                     false => summary.merged += u64::from(was_layer),

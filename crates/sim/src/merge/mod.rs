@@ -82,7 +82,7 @@ summary! {
 /// What was found.
 pub fn run_merge(seed: u64, broken: Broken, trace: bool) -> Result<MergeSummary, Finding> {
     let mut rng = Rng::new(seed).split(60);
-    let chain = Chain::draw(&mut rng);
+    let chain = Chain::draw(&mut rng, Rng::new(seed).split(69));
     let mut plan = Plan::draw(seed, chain.size_bytes, chain.block_bytes.into());
     plan.hardware.devices = false;
     // The last step of a merge is a rename. Where every operation may fail, few merges come so far.
@@ -163,6 +163,7 @@ impl Host {
         let opened: Rc<RefCell<Option<MergeNode>>> = Rc::default();
         let (host, into) = (self.clone(), opened.clone());
         executor.spawn(async move {
+            host.check_images().await;
             host.verify_second().await;
             let graph = host.open_disk(false).await.unwrap_or_else(|error| panic!("the disk does not open: {error:?}"));
             graph.begin();

@@ -21,22 +21,25 @@ use spile_sim::exec::{Ended, Executor, block_on};
 use spile_sim::faults::{Choice, Sabotage};
 use spile_sim::oracle::{Change, Crash, Oracle};
 use spile_sim::pages::Pages;
+use spile_sim::qcow2::Form;
 use spile_sim::regions::{Part, empties_batmap, part_of};
 use spile_sim::rng::Rng;
 use spile_sim::stamp::{self, SECTOR};
 use spile_sim::{Hardware, SimStore, World};
 
 const BASE: &str = "/base.raw";
-const MIDDLE: &str = "/middle.vhd";
-const LEAF: &str = "/leaf.vhd";
-const BLOCK: u64 = 16 << 10;
+pub const BLOCK: u64 = 16 << 10;
 const BLOCK_SECTORS: u64 = BLOCK / 512;
 const SIZE: u64 = 8 * BLOCK + 4096;
 const SECTORS: u64 = SIZE / 512;
 
 /// A process that works on one disk, and what stays over its lives.
-struct Host {
+pub struct Host {
     world: World,
+    /// The format of the children.
+    format: Format,
+    /// That of qcow2 images, and the size of their clusters.
+    form: (Form, u32),
     oracle: RefCell<Oracle>,
     /// Sectors that clients write to, and the part that is being given up.
     busy: RefCell<Vec<Range<u64>>>,
@@ -78,27 +81,42 @@ async fn yield_now() {
 }
 
 impl Host {
-    fn new(seed: u64) -> Rc<Self> {
+    /// A base, and a child of it of the format `format` on which leaves are made; qcow2 with clusters of that size.
+    pub fn new(seed: u64, format: Format, cluster_bytes: u32) -> Rc<Self> {
         let mut rng = Rng::new(seed).split(3);
         let align_bytes = if rng.chance(1, 2) { 512 } else { 4096 };
         let world = World::new(seed, Hardware { align_bytes, punches: true, devices: false });
         world.install_empty(BASE, SIZE);
+        let form = Form::draw(&mut Rng::new(seed).split(7), cluster_bytes);
         let host = Rc::new(Self {
             world,
+            format,
+            form: (form, cluster_bytes),
             oracle: RefCell::default(),
             busy: RefCell::default(),
             moving: RefCell::new(0..0),
             done: Cell::new(0),
-            parents: RefCell::new(vec![Some(MIDDLE)]),
+            parents: RefCell::new(vec![Some(middle(format))]),
             sizes: RefCell::new(vec![SIZE]),
         });
-        host.create(MIDDLE, BASE, [0; 16]);
+        host.create(middle(format), BASE, [0; 16]);
         host
     }
 
-    /// Makes an empty child. Returns its UUID.
+    fn leaf(&self) -> &'static Path {
+        Path::new(leaf(self.format))
+    }
+
+    /// Makes an empty child.
     fn create(&self, path: &'static str, parent: &'static str, uuid: [u8; 16]) {
         let world = self.world.clone();
+        if self.format == Format::Qcow2 {
+            let (form, cluster_bytes) = self.form;
+            let format = if parent == BASE { "raw" } else { "qcow2" };
+            let up = if path == FAR { "../" } else { "" };
+            let parent_name = format!("{up}{}", &parent[1..]);
+            return world.install(path, &form.empty_image(SIZE, cluster_bytes, Some((&parent_name, format))));
+        }
         world.install_empty(path, 0);
         block_on(&self.world, async move {
             let (name, timestamp) = (parent[1..].to_owned(), 0);
@@ -123,14 +141,14 @@ impl Host {
     async fn open_both(&self) -> Result<Open, Error> {
         let (files, env, options) = (self.world.files(), self.world.env(), OpenOptions::default());
         let base = Graph::open(&files, env.clone(), Path::new(BASE), &options).await?;
-        let leaf = open_layer(&files, env, Path::new(LEAF), &options).await?;
+        let leaf = open_layer(&files, env, self.leaf(), &options).await?;
         Ok(Open { graph: base.with_leaf(leaf).await?, base: Some(base) })
     }
 
     /// The leaf over the parents that it names.
     async fn open_chain(&self) -> Result<Open, Error> {
         let options = OpenOptions::default();
-        let graph = Graph::open(&self.world.files(), self.world.env(), Path::new(LEAF), &options).await?;
+        let graph = Graph::open(&self.world.files(), self.world.env(), self.leaf(), &options).await?;
         Ok(Open { graph, base: None })
     }
 
@@ -195,7 +213,7 @@ impl Host {
     /// Gives up one part after the other: copied below, durable there, given up, and most often written anew below.
     async fn give_up(self: Rc<Self>, open: Rc<Open>, mut rng: Rng) {
         for _ in 0..12 {
-            let part = part_of_a_block(&mut rng);
+            let part = self.part(&mut rng);
             if self.busy.borrow().iter().any(|range| overlap(range, &part)) {
                 yield_now().await;
                 continue;
@@ -225,12 +243,13 @@ impl Host {
             for _ in 0..rng.skewed(200) {
                 yield_now().await;
             }
-            let to = *rng.pick(&[Some(BASE), Some(MIDDLE), Some(BASE), Some(MIDDLE), None]);
+            let middle = Some(middle(self.format));
+            let to = *rng.pick(&[Some(BASE), middle, Some(BASE), middle, None]);
             if self.parents.borrow().iter().all(Option::is_none) && to.is_some() {
                 return;
             }
             self.parents.borrow_mut().push(to);
-            let new = to.map(|path| new_parent(path, uuid));
+            let new = to.map(|path| new_parent(path, self.format, uuid));
             open.graph.handles()[0].image().set_parent(new.as_ref()).await.unwrap();
             *self.parents.borrow_mut() = vec![to];
             self.done.set(self.done.get() + 1);
@@ -266,8 +285,8 @@ impl Host {
     }
 
     async fn check_file(&self) {
-        let store = self.world.files().open(&Path::new(LEAF).into(), OpenMode::ReadOnly).await.unwrap();
-        let report = Format::Vhd.check(&store, &*self.world.env()).await.unwrap();
+        let store = self.world.files().open(&self.leaf().into(), OpenMode::ReadOnly).await.unwrap();
+        let report = self.format.check(&store, &*self.world.env()).await.unwrap();
         let bad = report.findings.iter().find(|found| found.severity == Severity::Corruption);
         assert!(bad.is_none(), "the check found: {bad:?}");
     }
@@ -327,31 +346,52 @@ impl Host {
     }
 }
 
-/// A block, or some sectors of one.
-fn part_of_a_block(rng: &mut Rng) -> Range<u64> {
-    let start = rng.below(SECTORS.div_ceil(BLOCK_SECTORS)) * BLOCK_SECTORS;
-    let end = (start + BLOCK_SECTORS).min(SECTORS);
-    if rng.chance(1, 3) {
-        return start..end;
+impl Host {
+    /// A block, or some sectors of one where these can be given up.
+    fn part(&self, rng: &mut Rng) -> Range<u64> {
+        let start = rng.below(SECTORS.div_ceil(BLOCK_SECTORS)) * BLOCK_SECTORS;
+        let end = (start + BLOCK_SECTORS).min(SECTORS);
+        let is_whole_only = self.format == Format::Qcow2 && !self.form.0.is_extended;
+        if rng.chance(1, 3) || is_whole_only {
+            return start..end;
+        }
+        let from = start + rng.below((end - start) / 8) * 8;
+        from..(from + rng.between(1, 3) * 8).min(end)
     }
-    let from = start + rng.below((end - start) / 8) * 8;
-    from..(from + rng.between(1, 3) * 8).min(end)
 }
 
-fn new_parent(path: &str, uuid: [u8; 16]) -> NewParent {
+/// A name that has no room in the first sector of an image.
+const FAR: &str = concat!(
+    "/ffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff/",
+    "mmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmmm.qcow2"
+);
+
+fn middle(format: Format) -> &'static str {
+    if format == Format::Qcow2 { FAR } else { "/middle.vhd" }
+}
+
+fn leaf(format: Format) -> &'static str {
+    if format == Format::Qcow2 { "/leaf.qcow2" } else { "/leaf.vhd" }
+}
+
+fn new_parent(path: &str, format: Format, uuid: [u8; 16]) -> NewParent {
     let is_raw = path == BASE;
-    let identity = (!is_raw).then_some(spile_image::layer::Identity(uuid));
-    let (name, format) = (path[1..].to_owned(), if is_raw { Format::Raw } else { Format::Vhd });
+    let identity = (!is_raw && format == Format::Vhd).then_some(spile_image::layer::Identity(uuid));
+    let (name, format) = (path[1..].to_owned(), if is_raw { Format::Raw } else { format });
     NewParent { relative_path: name.clone(), name, format, identity, changed_unix_s: None }
 }
 
 /// What a seed did: how many parts or parents, and how many lives ended before their work did.
-type Done = (u64, u64);
+pub type Done = (u64, u64);
 
 /// Four lives of a leaf that gives up its parts, and a last one without a base that takes writes.
 fn give_up(seed: u64, sabotage: Sabotage) -> Done {
-    let (host, mut rng) = (Host::new(seed), Rng::new(seed).split(4));
-    host.create(LEAF, BASE, [0; 16]);
+    give_up_of(&Host::new(seed, Format::Vhd, 0), seed, sabotage)
+}
+
+pub fn give_up_of(host: &Rc<Host>, seed: u64, sabotage: Sabotage) -> Done {
+    let mut rng = Rng::new(seed).split(4);
+    host.create(leaf(host.format), BASE, [0; 16]);
     *host.parents.borrow_mut() = vec![Some(BASE)];
     host.world.set_sabotage(sabotage);
     let mut cut = 0;
@@ -367,9 +407,13 @@ fn give_up(seed: u64, sabotage: Sabotage) -> Done {
 
 /// Five lives of a leaf whose parent changes.
 fn change_parents(seed: u64, sabotage: Sabotage) -> Done {
-    let (host, mut rng) = (Host::new(seed), Rng::new(seed).split(5));
-    let uuid = host.uuid(MIDDLE);
-    host.create(LEAF, MIDDLE, uuid);
+    change_parents_of(&Host::new(seed, Format::Vhd, 0), seed, sabotage)
+}
+
+pub fn change_parents_of(host: &Rc<Host>, seed: u64, sabotage: Sabotage) -> Done {
+    let mut rng = Rng::new(seed).split(5);
+    let uuid = host.uuid(middle(host.format));
+    host.create(leaf(host.format), middle(host.format), uuid);
     host.world.set_sabotage(sabotage);
     let mut cut = 0;
     for _ in 0..4 {
@@ -383,8 +427,12 @@ fn change_parents(seed: u64, sabotage: Sabotage) -> Done {
 
 /// Five lives of a leaf that grows.
 fn grow(seed: u64, sabotage: Sabotage) -> Done {
-    let (host, mut rng) = (Host::new(seed), Rng::new(seed).split(6));
-    host.create(LEAF, BASE, [0; 16]);
+    grow_of(&Host::new(seed, Format::Vhd, 0), seed, sabotage)
+}
+
+pub fn grow_of(host: &Rc<Host>, seed: u64, sabotage: Sabotage) -> Done {
+    let mut rng = Rng::new(seed).split(6);
+    host.create(leaf(host.format), BASE, [0; 16]);
     *host.parents.borrow_mut() = vec![Some(BASE)];
     host.world.set_sabotage(sabotage);
     let mut cut = 0;
@@ -397,9 +445,9 @@ fn grow(seed: u64, sabotage: Sabotage) -> Done {
     (host.done.get(), cut)
 }
 
-const SEEDS: u64 = 300;
+pub const SEEDS: u64 = 300;
 
-fn finds_nothing(run: impl Fn(u64, Sabotage) -> Done) {
+pub fn finds_nothing(run: impl Fn(u64, Sabotage) -> Done) {
     let sums = (0..SEEDS).map(|seed| {
         print!("{seed} ");
         run(seed, Sabotage::None)
@@ -410,7 +458,7 @@ fn finds_nothing(run: impl Fn(u64, Sabotage) -> Done) {
 }
 
 /// Some seed finds the broken rule, by a message with `sign`.
-fn bites(run: impl Fn(u64, Sabotage) -> Done, rule: &str, sign: &str, sabotage: Sabotage) {
+pub fn bites(run: impl Fn(u64, Sabotage) -> Done, rule: &str, sign: &str, sabotage: Sabotage) {
     let finds = |seed: &u64| {
         let found = catch_unwind(AssertUnwindSafe(|| run(*seed, sabotage.clone()))).err()?;
         let text = found.downcast_ref::<String>().cloned().unwrap_or_default();
@@ -478,7 +526,7 @@ fn next_records() -> Choice {
 }
 
 /// Wrong content, as the oracle words it.
-const CONTENT: &str = " reads ";
+pub const CONTENT: &str = " reads ";
 
 #[test]
 fn what_is_given_up_at_any_step_reads_right() {

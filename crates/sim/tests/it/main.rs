@@ -5,6 +5,7 @@ mod changes;
 mod exchange;
 mod gc;
 mod giving_up;
+mod giving_up_qcow2;
 mod images;
 mod merge;
 mod motion;

@@ -32,7 +32,7 @@ use crate::units::parse_size;
 
 /// Copy what disks hold at this moment, while their guests go on
 ///
-/// The backup of a disk is a new raw file or VHD, which gets its name when it is whole, or an NBD export (nbd://, nbd+unix://, nbds://) that is
+/// The backup of a disk is a new raw file, VHD or qcow2 image, which gets its name when it is whole, or an NBD export (nbd://, nbd+unix://, nbds://) that is
 /// overwritten; --overwrite takes the place of a file, or overwrites a block device. With several disks, TARGET is a folder that gets one file for each disk, and all of them are of one moment. What guests change
 /// meanwhile is kept in the fleece, a file without a name beside the disk: a target that is slow, or hangs, costs guests nothing else, and when
 /// the fleece is full, the backup fails, alone.

@@ -89,11 +89,11 @@ pub struct DetachArgs {
 /// Make a disk longer, while it is served or while nobody uses it
 ///
 /// Guests see the new size at once, without a reboot (vhost-user, Xen); NBD clients see it when they connect anew. Raw images and
-/// block devices and VHDs of every kind grow while they are served; a block device has to be made longer first (lvextend). A
+/// block devices, VHDs of every kind and qcow2 images grow while they are served; a block device has to be made longer first (lvextend). A
 /// `resize` that is killed leaves the old size or the new one. What a disk gains reads as zeroes, so a child that is shorter than
 /// its parent does not grow.
 ///
-/// With --shrink, a raw file or a VHD is made shorter while nobody serves it. What lies behind the new end must be zero; with
+/// With --shrink, a raw file, a VHD or a qcow2 image is made shorter while nobody serves it. What lies behind the new end must be zero; with
 /// --discard, it is lost.
 #[derive(Debug, Args)]
 pub struct ResizeArgs {

@@ -245,7 +245,7 @@ pub fn clone(args: &CloneArgs) -> Result<Exit> {
         let error = Error::new(ErrorKind::InvalidInput, format!("a {format} disk has no parent, so it is no clone"));
         return Err(error
             .at_path(&args.child)
-            .hint("give the new disk a name that ends in .vhd; or spile convert copies all"));
+            .hint("give the new disk a name that ends in .vhd or .qcow2; or spile convert copies all"));
     }
     check_new_name(&args.child)?;
     if args.child.exists() {
@@ -282,9 +282,9 @@ pub fn clone(args: &CloneArgs) -> Result<Exit> {
                 format!("{hint}the snapshot {what} was made and stays: `spile clone {what} {child}` goes on with it");
             error.hint(hint)
         }
-        None if error.message().contains("over the format's limit") => error.hint(
-            "a vhd, the only format that Spile makes children of, ends at 2040 GiB: `spile convert` copies a larger disk",
-        ),
+        None if error.message().contains("over the format's limit") => {
+            error.hint("a vhd ends at 2040 GiB: give the clone a name that ends in .qcow2")
+        }
         None => error,
     })?;
     let cloned = Cloned { path: args.child.display().to_string(), parent_path: parent.display().to_string(), snapshot };

@@ -29,6 +29,7 @@ mod nbd_client;
 mod nbd_tls;
 mod offline;
 mod pause;
+mod qcow2_life;
 mod rebase;
 mod receive;
 mod receive_back;

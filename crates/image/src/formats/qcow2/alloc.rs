@@ -43,6 +43,8 @@ pub(super) struct Space {
     pub waiting: Option<(usize, Vec<Range<u64>>)>,
     /// Without readers; a sync that began later has ended.
     pub settled: Vec<Range<u64>>,
+    /// As these, but flushes leave them in the file, for new data.
+    pub kept: Vec<Range<u64>>,
     /// Counted, but used by nothing: a write to them failed or was given up, and may still be under way.
     pub lost: Vec<u64>,
     /// How many clusters were given out since the image was opened.
@@ -71,7 +73,13 @@ impl Writing {
 
 impl Space {
     fn is_releasing(&self) -> bool {
-        !self.fresh.is_empty() || self.waiting.is_some() || !self.settled.is_empty()
+        !(self.fresh.is_empty() && self.settled.is_empty() && self.kept.is_empty()) || self.waiting.is_some()
+    }
+
+    /// Takes back clusters that were given out, and not used.
+    pub fn put_back(&mut self, clusters: Vec<u64>) {
+        self.given_out = self.given_out.saturating_sub(clusters.len() as u64);
+        self.ready.extend(clusters);
     }
 }
 
@@ -279,13 +287,20 @@ impl<S: Store> Qcow2<S> {
 
     /// Writes a few bytes of the header, within one sector.
     pub(super) async fn write_header(&self, at: u64, bytes: &[u8]) -> Result<()> {
+        let _alone = match &self.writing {
+            Some(writing) => Some(writing.header.lock().await),
+            None => None,
+        };
         self.store.write_at(StoreOffset(at), &Segments::copied(bytes), Via::Cached).await
     }
 
     /// Frees what was given up and is settled, and searches from the start again. False when that frees nothing.
     async fn recycle(&self, writing: &Writing, counts: &mut Refcounts) -> Result<bool> {
         let began = std::mem::take(&mut counts.hint);
-        let settled = std::mem::take(&mut writing.space().settled);
+        let settled = {
+            let mut space = writing.space();
+            [std::mem::take(&mut space.settled), std::mem::take(&mut space.kept)].concat()
+        };
         for run in &settled {
             counts.release(&self.store, run.clone()).await?;
         }

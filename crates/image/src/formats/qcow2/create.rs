@@ -240,7 +240,7 @@ fn behind_header(header: &mut Header, parent: Option<&NewParent>) -> Result<Vec<
 }
 
 /// The path as QEMU understands it: what stands before a colon would be a protocol, unless a slash comes first.
-fn backing_name(parent: &NewParent) -> Result<Vec<u8>> {
+pub(super) fn backing_name(parent: &NewParent) -> Result<Vec<u8>> {
     let path = &parent.relative_path;
     let has_colon = path.split('/').next().is_some_and(|first| first.contains(':'));
     let name = if has_colon { format!("./{path}") } else { path.clone() };

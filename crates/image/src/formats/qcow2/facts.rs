@@ -6,18 +6,19 @@ use super::codec::header::{Compression, Header, feature};
 use super::codec::printable;
 use super::codec::snapshot::Snapshot;
 use super::lists::{List, Lists};
+use super::open::Head;
 use crate::facts::{Facts, Record, Value};
 
 /// The facts of `image`.
 pub(super) fn facts<S>(image: &Qcow2<S>) -> Facts {
-    let header = &image.head.header;
-    let mut values = header_values(header);
+    let head = image.now.head();
+    let mut values = header_values(&head.header);
     let text = |name: &Option<Vec<u8>>| Value::from(name.as_deref().map(printable));
-    values.push(("parent_name", text(&image.head.backing)));
-    values.push(("parent_format", text(&image.head.extensions.backing_format)));
-    values.push(("data_file", text(&image.head.extensions.data_file)));
+    values.push(("parent_name", text(&head.backing)));
+    values.push(("parent_format", text(&head.extensions.backing_format)));
+    values.push(("data_file", text(&head.extensions.data_file)));
     values.extend(list_values(&image.lists));
-    Facts { values, lines: lines(image), ..Facts::default() }
+    Facts { values, lines: lines(image, &head), ..Facts::default() }
 }
 
 fn header_values(header: &Header) -> Record {
@@ -68,14 +69,14 @@ fn bitmap_values(bitmap: &Bitmap, consistent: bool) -> Record {
     ]
 }
 
-fn lines<S>(image: &Qcow2<S>) -> Vec<(&'static str, String)> {
-    let header = &image.head.header;
+fn lines<S>(image: &Qcow2<S>, head: &Head) -> Vec<(&'static str, String)> {
+    let header = &head.header;
     let mut lines = vec![("version", format!("{}, {}", header.version, features(header)))];
-    if let Some(name) = &image.head.backing {
-        let format = image.head.extensions.backing_format.as_deref().map_or("format not named".into(), printable);
+    if let Some(name) = &head.backing {
+        let format = head.extensions.backing_format.as_deref().map_or("format not named".into(), printable);
         lines.push(("child of", format!("{} ({format})", printable(name))));
     }
-    if let Some(name) = &image.head.extensions.data_file {
+    if let Some(name) = &head.extensions.data_file {
         lines.push(("data file", printable(name)));
     }
     let states = [(feature::DIRTY, "dirty (refcounts may lag behind)"), (feature::CORRUPT, "marked corrupt")];

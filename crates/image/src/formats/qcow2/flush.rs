@@ -53,6 +53,7 @@ impl<S: Store> Qcow2<S> {
         if writing.is_broken() {
             return Ok(());
         }
+        let most_runs = if writing.holds.load(Ordering::Acquire) { 0 } else { most_runs };
         let next = {
             let settled = &mut writing.space().settled;
             // What is not given back now is kept in memory.
@@ -76,7 +77,7 @@ impl<S: Store> Qcow2<S> {
 
     /// Counts references of `run` down: nothing refers to them in the file, durably, and nobody reads them. What is free then goes back
     /// to the store. Nobody can take it before that is done, for the caller holds the refcounts.
-    async fn release(&self, counts: &mut Refcounts, run: std::ops::Range<u64>) -> Result<()> {
+    pub(super) async fn release(&self, counts: &mut Refcounts, run: std::ops::Range<u64>) -> Result<()> {
         let bits = counts.cluster_bits;
         let free = match counts.release(&self.store, run.clone()).await {
             Err(error) if error.kind() == ErrorKind::Corrupt => {
@@ -118,6 +119,7 @@ impl<S: Store> Qcow2<S> {
         let (left, mut ready) = {
             let mut space = writing.space();
             let mut left = std::mem::take(&mut space.settled);
+            left.append(&mut space.kept);
             left.append(&mut space.fresh);
             left.extend(space.waiting.take().into_iter().flat_map(|(_, runs)| runs));
             let mut ready: Vec<u64> = space.ready.drain(..).collect();

@@ -10,6 +10,7 @@ use spile_core::{Error, ErrorKind, Result, ResultExt, Segments, Store, StoreOffs
 use super::codec::header::Header;
 use super::codec::table::{Cluster, Compressed, EntryFault, Rules, SUBCLUSTERS, decode};
 use super::codec::{COPIED, OFFSET_MASK};
+use super::l1::L1;
 use super::slices::{Entries, Slices};
 use crate::formats::OpenLayer;
 use crate::layer::{EncodedUnit, Found, MapPiece};
@@ -30,7 +31,7 @@ pub(crate) struct Map {
     /// Bits that an entry of plain data has clear, beside COPIED.
     not_plain: u64,
     /// Of an image that is open for writing, without COPIED until the table's refcount was seen to be 1.
-    l1: Box<[AtomicU64]>,
+    l1: L1,
     slices: Slices,
     /// Locks by slice. One is held while its slice is read, so that requests that miss the same slice share a read.
     /// Held shared while an entry of the slice changes.
@@ -71,7 +72,7 @@ impl Map {
             rules,
             entry_bits,
             slice_bits,
-            l1: l1.into_iter().map(|entry| AtomicU64::new(if is_writable { unproved(entry) } else { entry })).collect(),
+            l1: L1::new(l1.into_iter().map(|entry| if is_writable { unproved(entry) } else { entry }), is_writable),
             slices,
             loads: RangeLock::default(),
             file_bytes: AtomicU64::new(file_bytes),
@@ -91,12 +92,17 @@ impl Map {
         self.data_bytes.store(file_bytes, Ordering::Release);
     }
 
+    /// Adds L1 entries that name no table, so that there are `entries`.
+    pub(super) fn grow(&self, entries: usize) {
+        self.l1.grow(entries);
+    }
+
     fn data_bytes(&self) -> u64 {
         self.data_bytes.load(Ordering::Relaxed)
     }
 
     pub(crate) fn l1(&self) -> impl Iterator<Item = u64> {
-        self.l1.iter().map(|entry| entry.load(Ordering::Relaxed))
+        self.l1.entries()
     }
 
     fn cluster_bytes(&self) -> u64 {
@@ -146,7 +152,7 @@ impl Map {
         let bits = self.table_coverage_bits();
         let first = (at >> bits) as usize;
         let last = ((at + len_bytes).div_ceil(1 << bits) as usize).min(self.l1.len());
-        let holes = self.l1[first..last].iter().take_while(|entry| entry.load(Ordering::Relaxed) == 0).count() as u64;
+        let holes = (first..last).take_while(|number| self.l1.get(*number) == 0).count() as u64;
         match holes {
             0 => (Found::Miss(self.piece(at)), in_slice),
             _ => (Found::Below, len_bytes.min(((first as u64 + holes) << bits) - at)),
@@ -275,7 +281,7 @@ impl Map {
     /// Where a slice lies in the image; `None` when its L2 table does not exist.
     fn slice_offset(&self, slice: u64) -> Result<Option<u64>> {
         let at = slice << self.coverage_bits;
-        let entry = self.l1[self.table_of(at)].load(Ordering::Acquire);
+        let entry = self.l1.get(self.table_of(at));
         let table = self.rules.l2_table(entry).map_err(|fault| entry_error("L1", entry, at, fault))?;
         let Some(table) = table else { return Ok(None) };
         let in_table = 1u64 << (self.rules.cluster_bits - self.slice_bits);
@@ -297,11 +303,11 @@ impl Map {
 
     /// The L1 entry of a table; COPIED is set when its refcount is known to be 1.
     pub(super) fn l1_entry(&self, table: usize) -> u64 {
-        self.l1[table].load(Ordering::Acquire)
+        self.l1.get(table)
     }
 
     pub(super) fn set_l1_entry(&self, table: usize, entry: u64) {
-        self.l1[table].store(entry, Ordering::Release);
+        self.l1.set(table, entry);
     }
 
     /// Holds all of a table: nobody reads or changes an entry of it in the file.
@@ -321,7 +327,7 @@ impl Map {
             if self.l1_entry(self.table_of(at)) == 0 {
                 return Ok((0, 0));
             }
-            self.load_slice(store, slice).await?;
+            Box::pin(self.load_slice(store, slice)).await?;
         }
     }
 

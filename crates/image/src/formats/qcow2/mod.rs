@@ -18,12 +18,17 @@ mod create;
 mod facts;
 pub mod fill;
 mod flush;
+mod forget;
+mod l1;
 mod layout;
 mod lists;
 mod map;
+mod now;
 mod open;
 mod parent;
 mod refcounts;
+mod reparent;
+mod resize;
 mod slices;
 mod write;
 mod writing;
@@ -31,21 +36,22 @@ mod writing;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use spile_core::{Env, Error, ErrorKind, Extent, Result, Segments, Store, Via};
+use spile_core::{Env, Error, ErrorKind, Extent, Result, Segments, Store, Timer, Via};
 
 use self::clusters::Clusters;
 use self::codec::table::Rules;
 use self::lists::Lists;
 use self::map::Map;
+use self::now::Now;
 use self::open::Head;
 use self::write::ClusterReserved;
 use self::writing::Writing;
 use super::{About, ImageFormat, OpenLayer};
 use crate::check::{Lost, Report};
-use crate::create::NewImage;
+use crate::create::{NewImage, NewParent};
 use crate::facts::Facts;
 use crate::grace::Reader;
-use crate::layer::{EncodedUnit, Found, Identity, Layer, MapPiece, ParentRef};
+use crate::layer::{EncodedUnit, Found, GivenBack, Identity, Layer, MapPiece, ParentRef};
 use crate::measure::Space;
 
 /// The format.
@@ -59,7 +65,6 @@ impl ImageFormat for Qcow2Format {
         subformats: &[],
         has_parents: true,
         has_options: true,
-        has_jobs: false,
         size_unit_bytes: 512,
         identity_mark: Some(parent::IDENTITY_MARK),
     };
@@ -95,7 +100,9 @@ pub struct Qcow2<S> {
     store: S,
     /// The external data file, where the guest's data lie in one.
     data: Option<S>,
+    /// The head as it was when the image was opened: what of it may change is in `now`.
     head: Head,
+    now: Now,
     rules: Rules,
     map: Map,
     clusters: Clusters,
@@ -130,7 +137,7 @@ impl<S: Store> Layer<S> for Qcow2<S> {
     }
 
     fn size_bytes(&self) -> u64 {
-        self.head.header.size_bytes
+        self.now.size_bytes()
     }
 
     fn via(&self) -> Via {
@@ -181,6 +188,10 @@ impl<S: Store> Layer<S> for Qcow2<S> {
         self.next_held_part(extent)
     }
 
+    async fn next_own(&self, extent: Extent) -> Result<Option<Extent>> {
+        self.next_own_run(extent).await
+    }
+
     async fn reserve(&self, part: Extent) -> Result<ClusterReserved<'_, S>> {
         self.reserve_part(self.part(part)).await
     }
@@ -191,6 +202,31 @@ impl<S: Store> Layer<S> for Qcow2<S> {
 
     async fn unmap(&self, part: Extent, below_is_zero: bool) -> Result<()> {
         self.unmap_part(&self.part(part), below_is_zero).await
+    }
+
+    async fn forget(&self, part: Extent) -> Result<()> {
+        self.forget_part(&self.part(part)).await
+    }
+
+    fn hold_space(&self, holds: bool) {
+        if let Some(writing) = &self.writing {
+            self.hold_given_up(writing, holds);
+        }
+    }
+
+    async fn give_back(&self, most_bytes: u64, timer: &dyn Timer) -> Result<GivenBack> {
+        match &self.writing {
+            Some(writing) => self.give_back_settled(writing, most_bytes, timer).await,
+            None => Ok(GivenBack::default()),
+        }
+    }
+
+    async fn set_parent(&self, parent: Option<&NewParent>) -> Result<()> {
+        self.name_parent(parent).await
+    }
+
+    fn check_name(&self, parent: &NewParent) -> Result<()> {
+        self.check_parent_name(parent)
     }
 
     async fn flush(&self) -> Result<()> {
@@ -207,16 +243,24 @@ impl<S: Store> Layer<S> for Qcow2<S> {
         }
     }
 
+    async fn resize(&self, size_bytes: u64) -> Result<()> {
+        self.grow(size_bytes).await
+    }
+
+    async fn resize_unused(&self, size_bytes: u64) -> Result<()> {
+        self.resize_alone(size_bytes).await
+    }
+
     fn allocations(&self) -> u64 {
         self.writing.as_ref().map_or(0, |writing| writing.space().given_out)
     }
 
     async fn parent(&self) -> Result<Option<ParentRef>> {
-        parent::parent(&self.head)
+        parent::parent(&self.now.head())
     }
 
     fn identity(&self) -> Option<Identity> {
-        Some(parent::identity(&self.head, self.map.l1()))
+        Some(parent::identity(&self.now.head(), self.map.l1()))
     }
 
     fn facts(&self) -> Facts {

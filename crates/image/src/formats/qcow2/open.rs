@@ -13,6 +13,7 @@ use super::codec::header::{Encryption, Header, feature};
 use super::codec::table::{Rules, decode};
 use super::lists::Lists;
 use super::map::Map;
+use super::now::Now;
 use super::writing::Writing;
 use crate::formats::OpenLayer;
 
@@ -22,11 +23,14 @@ const HEAD_BYTES: u64 = 64 << 10;
 const L1_READ_BYTES: u64 = 256 << 10;
 
 /// The header and what follows it in the first cluster.
+#[derive(Clone)]
 pub(super) struct Head {
     pub header: Header,
     pub extensions: Extensions,
     /// The backing file's name.
     pub backing: Option<Vec<u8>>,
+    /// The first bytes of the file, to the end of what counts of them.
+    pub used: Vec<u8>,
 }
 
 /// Opens the qcow2 image in `store`.
@@ -44,7 +48,8 @@ pub(super) async fn open<S: Store>(store: S, how: OpenLayer) -> Result<Qcow2<S>>
     let map = Map::new(&head.header, rules, l1, store.len_bytes(), how);
     let clusters = Clusters::new(head.header.compression(), head.header.cluster_bits);
     let via = via(&store, &head.header, writing.is_some());
-    Ok(Qcow2 { store, data: None, head, rules, map, clusters, lists, via, writing })
+    let now = Now::new(head.clone());
+    Ok(Qcow2 { store, data: None, head, now, rules, map, clusters, lists, via, writing })
 }
 
 /// Data in `store` can be reached directly where whole clusters and the whole disk are aligned for it. In an image that is written,
@@ -88,7 +93,9 @@ pub(super) async fn read_head<S: Store>(store: &S) -> Result<Head> {
         Some(place) => Some(bytes.get(place.range()).ok_or_else(past_the_end)?.to_vec()),
         None => None,
     };
-    Ok(Head { header, extensions, backing })
+    let end = header.header_bytes as usize + extensions.to_bytes().len();
+    bytes.truncate(header.backing.map_or(end, |place| end.max(place.range().end)));
+    Ok(Head { header, extensions, backing, used: bytes })
 }
 
 fn past_the_end() -> Error {

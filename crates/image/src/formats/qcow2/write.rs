@@ -31,20 +31,25 @@ pub(super) struct Part {
 }
 
 /// What the entry of a cluster says, and whether the cluster it points at is this entry's alone.
-struct Old {
-    words: (u64, u64),
-    cluster: Cluster,
+pub(super) struct Old {
+    pub words: (u64, u64),
+    pub cluster: Cluster,
     /// The refcount is 1, and the entry says so.
-    is_own: bool,
+    pub is_own: bool,
 }
 
 impl Old {
     fn host(&self) -> Option<u64> {
-        match self.cluster {
-            Cluster::Data(host) => Some(host),
-            Cluster::Zero(host) | Cluster::Mixed { host, .. } => host,
-            Cluster::Unallocated | Cluster::Compressed(_) => None,
-        }
+        host_of(&self.cluster)
+    }
+}
+
+/// The place that is a cluster's, whether it has data there or not; `None` where it has none, or is compressed.
+pub(super) fn host_of(cluster: &Cluster) -> Option<u64> {
+    match *cluster {
+        Cluster::Data(host) => Some(host),
+        Cluster::Zero(host) | Cluster::Mixed { host, .. } => host,
+        Cluster::Unallocated | Cluster::Compressed(_) => None,
     }
 }
 
@@ -53,8 +58,8 @@ pub struct ClusterReserved<'a, S: Store> {
     image: &'a Qcow2<S>,
     part: Part,
     host: u64,
-    /// `None` for a write in place.
-    new: Option<New<'a>>,
+    /// `None` for a write in place. In a box, so that the reservations of other formats stay small.
+    new: Option<Box<New<'a>>>,
     _held: RangeGuard<'a>,
 }
 
@@ -98,20 +103,16 @@ impl<S: Store> Reserved for ClusterReserved<'_, S> {
     }
 
     async fn commit(self) -> Result<()> {
-        let Self { image, part, new, .. } = self;
-        let Some(mut new) = new else { return Ok(()) };
-        if new.needs_sync {
-            image.flush_writing(new.writing).await?;
+        let Self { image, part, host: _, new, _held } = self;
+        match new {
+            None => Ok(()),
+            Some(new) => Box::pin(image.commit_new(&part, *new)).await,
         }
-        let (at, words) = (image.start_of(part.cluster), new.words);
-        image.change_entry(new.writing, at, &new.old, words).await?;
-        new.fresh = None;
-        Ok(())
     }
 }
 
 impl<S: Store> Qcow2<S> {
-    fn start_of(&self, cluster: u64) -> u64 {
+    pub(super) fn start_of(&self, cluster: u64) -> u64 {
         cluster << self.head.header.cluster_bits
     }
 
@@ -125,10 +126,10 @@ impl<S: Store> Qcow2<S> {
 
     /// The end of a cluster, or of the disk within it.
     fn end_of(&self, cluster: u64) -> u64 {
-        self.head.header.cluster_bytes().min(self.head.header.size_bytes - self.start_of(cluster))
+        self.head.header.cluster_bytes().min(self.now.size_bytes() - self.start_of(cluster))
     }
 
-    fn is_whole(&self, part: &Part) -> bool {
+    pub(super) fn is_whole(&self, part: &Part) -> bool {
         part.within == (0..self.end_of(part.cluster))
     }
 
@@ -137,7 +138,7 @@ impl<S: Store> Qcow2<S> {
         let writing = self.writing().await?;
         let (lock, at) = (part.cluster..part.cluster + 1, self.start_of(part.cluster));
         {
-            let held = writing.clusters.shared(lock.clone()).await;
+            let held = writing.clusters.shared(lock).await;
             // Whoever had the cluster before may have failed to change its entry, or to change it back.
             writing.check(&self.store)?;
             let words = self.map.entry_of(&self.store, at).await?;
@@ -148,7 +149,25 @@ impl<S: Store> Qcow2<S> {
                 return Ok(ClusterReserved { image: self, part, host, new: None, _held: held });
             }
         }
-        let held = writing.clusters.exclusive(lock).await;
+        // In a box, so that the futures of other writes stay small.
+        Box::pin(self.reserve_new(writing, part)).await
+    }
+
+    /// Changes the entry of the cluster of `part`, whose bytes are written.
+    async fn commit_new(&self, part: &Part, mut new: New<'_>) -> Result<()> {
+        if new.needs_sync {
+            self.flush_writing(new.writing).await?;
+        }
+        let (at, words) = (self.start_of(part.cluster), new.words);
+        self.change_entry(new.writing, at, &new.old, words).await?;
+        new.fresh = None;
+        Ok(())
+    }
+
+    /// As [`Qcow2::reserve_part`], where the entry is to change.
+    async fn reserve_new<'a>(&'a self, writing: &'a Writing, part: Part) -> Result<ClusterReserved<'a, S>> {
+        let at = self.start_of(part.cluster);
+        let held = writing.clusters.exclusive(part.cluster..part.cluster + 1).await;
         writing.check(&self.store)?;
         let old = self.old(writing, at).await?;
         if let Some(host) = self.in_place(&old, &part) {
@@ -156,7 +175,7 @@ impl<S: Store> Qcow2<S> {
         }
         self.own_table(writing, at).await?;
         let (host, new) = self.place(writing, &part, old).await?;
-        Ok(ClusterReserved { image: self, part, host, new: Some(new), _held: held })
+        Ok(ClusterReserved { image: self, part, host, new: Some(Box::new(new)), _held: held })
     }
 
     /// Where the cluster lies, if `part` of it can be written as it is.
@@ -184,7 +203,7 @@ impl<S: Store> Qcow2<S> {
     }
 
     /// What the entry at `at` says, with what it points at looked at. The caller holds the cluster alone.
-    async fn old(&self, writing: &Writing, at: u64) -> Result<Old> {
+    pub(super) async fn old(&self, writing: &Writing, at: u64) -> Result<Old> {
         let in_memory = self.map.entry_of(&self.store, at).await?;
         let is_proved = in_memory.0 & COPIED != 0;
         let words = match is_proved || in_memory.0 == 0 {
@@ -293,11 +312,11 @@ impl<S: Store> Qcow2<S> {
     }
 
     pub(super) fn has_parent(&self) -> bool {
-        self.head.backing.is_some()
+        self.now.has_parent()
     }
 
     /// Sees that the L2 table for `at` exists and is this map's alone.
-    async fn own_table(&self, writing: &Writing, at: u64) -> Result<()> {
+    pub(super) async fn own_table(&self, writing: &Writing, at: u64) -> Result<()> {
         let table = self.map.table_of(at);
         if self.map.l1_entry(table) & COPIED != 0 {
             return Ok(());
@@ -341,8 +360,9 @@ impl<S: Store> Qcow2<S> {
     }
 
     /// Writes an L1 entry to the file and to memory. The caller holds the table.
-    async fn set_table(&self, writing: &Writing, table: usize, old: u64, entry: u64) -> Result<()> {
-        let at = self.head.header.l1_offset + table as u64 * 8;
+    pub(super) async fn set_table(&self, writing: &Writing, table: usize, old: u64, entry: u64) -> Result<()> {
+        let _stays = writing.l1.read().await;
+        let at = self.now.head().header.l1_offset + table as u64 * 8;
         let write = async |entry: u64| {
             self.store.write_at(StoreOffset(at), &Segments::copied(&entry.to_be_bytes()), Via::Cached).await
         };
@@ -373,7 +393,7 @@ impl<S: Store> Qcow2<S> {
 
     /// Changes an entry, and gives up what the old one pointed at and the new one does not. The caller holds the cluster alone and
     /// has its table.
-    async fn change_entry(&self, writing: &Writing, at: u64, old: &Old, words: (u64, u64)) -> Result<()> {
+    pub(super) async fn change_entry(&self, writing: &Writing, at: u64, old: &Old, words: (u64, u64)) -> Result<()> {
         writing.check(&self.store)?;
         if let Err(error) = self.map.set_entry(&self.store, at, words, words.0 & COPIED != 0).await {
             // It may have taken effect all the same, and what is written to the old place later would be lost.
@@ -440,12 +460,7 @@ impl<S: Store> Qcow2<S> {
 
     /// The entry with the subclusters of `part` zero, where these are whole.
     fn zero_subclusters(&self, part: &Part, old: &Old) -> Option<(u64, u64)> {
-        let size = 1u64 << self.subcluster_bits();
-        let is_end = part.within.end == self.end_of(part.cluster);
-        if !part.within.start.is_multiple_of(size) || !(is_end || part.within.end.is_multiple_of(size)) {
-            return None;
-        }
-        let touched = self.touched(part);
+        let touched = self.whole_subclusters(part)?;
         let (allocated, zero) = match old.cluster {
             Cluster::Data(_) => (u32::MAX, 0),
             Cluster::Mixed { allocated, zero, .. } => (allocated, zero),
@@ -453,6 +468,14 @@ impl<S: Store> Qcow2<S> {
         };
         let entry = if old.is_own { old.words.0 } else { old.words.0 & !COPIED };
         Some((entry, u64::from(zero | touched) << 32 | u64::from(allocated & !touched)))
+    }
+
+    /// The subclusters of `part`, where these are whole; none in an image without subclusters.
+    pub(super) fn whole_subclusters(&self, part: &Part) -> Option<u32> {
+        let size = 1u64 << self.subcluster_bits();
+        let is_end = part.within.end == self.end_of(part.cluster);
+        let is_whole = part.within.start.is_multiple_of(size) && (is_end || part.within.end.is_multiple_of(size));
+        (self.rules.extended && is_whole).then(|| self.touched(part))
     }
 
     async fn zero_data(&self, part: &Part, host: u64, may_unmap: bool) -> Result<()> {
@@ -506,6 +529,6 @@ impl<S: Store> Qcow2<S> {
 }
 
 /// The clusters of the file that compressed data lie in, each of which counts them once.
-fn clusters_of(place: Compressed, bits: u32) -> Range<u64> {
+pub(super) fn clusters_of(place: Compressed, bits: u32) -> Range<u64> {
     place.offset >> bits..((place.offset + place.len_bytes - 1) >> bits) + 1
 }

@@ -27,6 +27,14 @@ pub(super) struct Writing {
     pub counts: async_lock::Mutex<Refcounts>,
     pub space: Mutex<Space>,
     pub flushes: Flushes,
+    /// Held while the header is changed. Whoever holds it waits for no other lock of the image.
+    pub header: async_lock::Mutex<()>,
+    /// Held shared while an L1 entry changes, and alone while the L1 table gets another place.
+    pub l1: async_lock::RwLock<()>,
+    /// Held while the size changes.
+    pub resizing: async_lock::Mutex<()>,
+    /// Flushes keep what was given up.
+    pub holds: AtomicBool,
     begun: AtomicBool,
     beginning: async_lock::Mutex<()>,
     /// The file may differ from what is in memory, or contradicts itself.
@@ -53,6 +61,10 @@ impl Writing {
             counts: async_lock::Mutex::new(counts),
             space: Mutex::default(),
             flushes: Flushes::default(),
+            header: async_lock::Mutex::new(()),
+            l1: async_lock::RwLock::new(()),
+            resizing: async_lock::Mutex::new(()),
+            holds: AtomicBool::new(false),
             begun: AtomicBool::new(false),
             beginning: async_lock::Mutex::new(()),
             broken: AtomicBool::new(false),
@@ -130,7 +142,7 @@ impl<S: Store> Qcow2<S> {
         };
         writing.check(&self.store)?;
         if !writing.has_begun() {
-            self.begin_writing(writing).await?;
+            Box::pin(self.begin_writing(writing)).await?;
         }
         Ok(writing)
     }

@@ -34,7 +34,6 @@ impl ImageFormat for RawFormat {
         subformats: &[],
         has_parents: false,
         has_options: false,
-        has_jobs: true,
         size_unit_bytes: 1,
         identity_mark: None,
     };

@@ -94,7 +94,6 @@ impl ImageFormat for VhdFormat {
         subformats: &["dynamic", "fixed"],
         has_parents: true,
         has_options: false,
-        has_jobs: true,
         size_unit_bytes: SECTOR,
         identity_mark: None,
     };
