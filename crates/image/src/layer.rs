@@ -386,6 +386,12 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
         None
     }
 
+    /// True when the image holds other states of a disk besides the one that it shows: snapshots inside it, which go with its file, and which read
+    /// from the image's parent, too.
+    fn has_inner_snapshots(&self) -> bool {
+        false
+    }
+
     /// True when a process that was killed left acknowledged writes that only an open for writing makes durable.
     fn is_unflushed(&self) -> bool {
         false

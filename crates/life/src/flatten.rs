@@ -13,7 +13,7 @@ use spile_image::{Broken, Known, RangeLock};
 
 use crate::jobs::{Note, Plan, which};
 use crate::lanes::{A_TURN, COUNTED_AT_ONCE, Lane, Lanes};
-use crate::work::{GraphOf, Work};
+use crate::work::{GraphOf, Work, refuse_inner_snapshots};
 
 /// Flattens the disk, from wherever that was left, and says in the job how it ended.
 ///
@@ -30,6 +30,7 @@ async fn begin<F: Files>(work: &Work<'_, F>) -> Result<()> {
     if graph.handles().len() == 1 {
         return Ok(());
     }
+    refuse_inner_snapshots(&graph.handles()[0], "they read what they lack from its parent")?;
     crate::finish_left(work, graph.handles()[0].path()).await?;
     let note = Note::new(Plan::Flatten, work.job.wishes(), which(&graph));
     note.write(work.files, graph.handles()[0].path()).await?;

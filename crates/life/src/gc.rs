@@ -78,7 +78,7 @@ impl Family {
 
 /// The format in which the file at `path` is asked for its parent. Its name says that. Of files whose names say no format many are qcow2:
 /// other programs take the name of a snapshot for the extension.
-fn may_have_parent(path: &Path) -> Option<Format> {
+pub fn may_have_parent(path: &Path) -> Option<Format> {
     let named = names::format_of(path);
     let is_unnamed = named.is_none() && names::disk_of(path).is_none();
     named.or(is_unnamed.then_some(Format::Qcow2)).filter(|format| format.about().has_parents)
@@ -142,17 +142,23 @@ pub async fn verdict<F: Files>(tools: &Tools<'_, F>, family: &Family, image: &Pa
 
 async fn judge<F: Files>(tools: &Tools<'_, F>, family: &Family, image: &Path) -> Result<Verdict> {
     let asking = tools.asking;
-    let identity = match described(tools, image, None).await {
+    let info = match described(tools, image, None).await {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Verdict::Stale),
         // Another image may be made under this name right now.
         Err(error) if is_no_image(error.kind()) => return Ok(Verdict::waits(error.to_string())),
-        described => described?.which,
+        described => described?,
     };
     let Some(gone) = Gone::read(asking, image).await? else {
         return Ok(Verdict::waits("the note beside it is not whole, or of another version: delete it again"));
     };
-    if identity != Some(gone.identity) {
-        return Ok(Verdict::Stale);
+    if info.which != Some(gone.identity) {
+        // A file that is known by its place only may be a copy, which is half merged, too.
+        return Ok(match gone.is_merged && info.format.about().identity_mark.is_some() {
+            true => Verdict::waits(
+                "a merge into it was begun with another file of this name, of which it may be a copy: merge its child into it by spile coalesce, or remove the note",
+            ),
+            false => Verdict::Stale,
+        });
     }
     if asking.canonical(image).await? != image {
         return Ok(Verdict::waits("its name is a link: what it leads to lies in another place"));

@@ -112,7 +112,10 @@ impl Gone {
     /// The system's.
     pub(crate) async fn of<F: Files>(files: &F, layer: &GraphLayer<F::Store>) -> Result<Option<Self>> {
         let which = layer.which();
-        Ok(Self::read(files, layer.path()).await?.filter(|gone| Some(gone.identity) == which))
+        // A file that is known by its place only may be a copy, which is half merged, too.
+        let may_be_copy = layer.image().format().about().identity_mark.is_some();
+        let is_its = |gone: &Self| Some(gone.identity) == which || (gone.is_merged && may_be_copy);
+        Ok(Self::read(files, layer.path()).await?.filter(is_its))
     }
 
     /// Removes the note of `image`, if there is one.

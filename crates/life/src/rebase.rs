@@ -13,6 +13,7 @@ use spile_image::layer::Layer as _;
 use spile_image::{Graph, GraphLayer, make_durable};
 
 use crate::snapshot::refuse_job;
+use crate::work::refuse_inner_snapshots;
 
 /// So much is compared at once, in bytes.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -53,6 +54,7 @@ pub async fn check<F: Files>(
             Error::new(ErrorKind::Unsupported, "the disk has no parent, and a disk without one does not get one");
         return Err(error.at_path(leaf.path()).hint("a new child of that parent: spile create --parent"));
     }
+    refuse_inner_snapshots(leaf, "they read what they lack from its parent")?;
     leaf.image().check_name(named)
 }
 

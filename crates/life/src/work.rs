@@ -295,6 +295,20 @@ pub(crate) fn relative(folder: &Path, file: &Path) -> Option<String> {
     ups.chain(downs).collect::<Option<Vec<_>>>().map(|parts| parts.join("/"))
 }
 
+/// Refuses an image with snapshots inside it, which `why` would be lost or changed with.
+///
+/// # Errors
+/// `Unsupported`.
+pub(crate) fn refuse_inner_snapshots<S: Store>(layer: &GraphLayer<S>, why: &str) -> Result<()> {
+    use spile_image::layer::Layer as _;
+    if !layer.image().has_inner_snapshots() {
+        return Ok(());
+    }
+    let error = Error::new(ErrorKind::Unsupported, format!("the image has snapshots inside it, and {why}"));
+    let hint = "qemu-img snapshot -l lists them; copy those that are needed by qemu-img convert -l, and remove them by qemu-img snapshot -d";
+    Err(error.at_path(layer.path()).hint(hint))
+}
+
 /// The size of the image of `layer` in bytes.
 pub(crate) fn size_of<S: Store>(layer: &GraphLayer<S>) -> u64 {
     use spile_image::layer::Layer as _;

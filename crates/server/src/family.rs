@@ -14,6 +14,7 @@ use spile_engine::run_blocking;
 use spile_image::layer::Identity;
 use spile_image::{LayerInfo, is_child_of};
 use spile_life::base::refuse_merging;
+use spile_life::gc::may_have_parent;
 use spile_life::names;
 use spile_store::{CacheMode, OsFiles};
 
@@ -107,9 +108,9 @@ async fn child_of(path: &Path, identity: Option<Identity>) -> Children {
 /// the folder's images were not asked.
 async fn asked(path: &Path, identity: Option<Identity>, most: usize) -> (Vec<PathBuf>, bool) {
     let ours = path.to_owned();
-    // A guest can write what looks like an image into a raw one: so only names are believed here.
-    let may_have_parent = |other: &Path| names::format_of(other).is_some_and(|format| format.about().has_parents);
-    let looked = run_blocking(path, move || neighbours(&ours, MOST_IMAGES, may_have_parent)).await;
+    // A guest can write what looks like an image into a raw one: what its name calls raw is not asked.
+    let looked =
+        run_blocking(path, move || neighbours(&ours, MOST_IMAGES, |other| may_have_parent(other).is_some())).await;
     let Neighbours { images, are_all } = looked;
     let (files, end) = (OsFiles::new(CacheMode::Page).without_locks(true), Instant::now() + PATIENCE);
     let mut found = Vec::new();
@@ -118,7 +119,7 @@ async fn asked(path: &Path, identity: Option<Identity>, most: usize) -> (Vec<Pat
             return (found, false);
         }
         // An image that cannot be read cannot be used as a child either.
-        let Some(format) = names::format_of(&other) else { continue };
+        let Some(format) = may_have_parent(&other) else { continue };
         if is_child_of(&files, &other, format, path, identity).await.unwrap_or(false) {
             found.push(other);
         }

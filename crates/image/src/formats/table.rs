@@ -156,6 +156,7 @@ macro_rules! formats {
                 fn in_place(&self, extent: Extent) -> Option<StoreOffset>;
                 fn next_held(&self, extent: Extent) -> Option<Extent>;
                 fn identity(&self) -> Option<Identity>;
+                fn has_inner_snapshots(&self) -> bool;
                 fn is_unflushed(&self) -> bool;
                 fn check_name(&self, parent: &NewParent) -> Result<()>;
                 fn begin(&self) -> ();

@@ -223,8 +223,12 @@ impl<S: Store> Graph<S> {
     /// # Errors
     /// The store's.
     pub async fn next_unfilled(&self, extent: Extent) -> Result<Option<Extent>> {
-        let mut at = extent.start();
+        let (mut at, mut looked) = (extent.start(), 0_u64);
         while at < extent.end() {
+            looked += 1;
+            if looked.is_multiple_of(LOOKED_AT_ONCE) {
+                yield_now().await;
+            }
             let rest = Extent::from_range(at..extent.end());
             let Some(part) = self.leaf().next_own(rest).await? else { return Ok(None) };
             at = part.start();

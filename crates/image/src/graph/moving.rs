@@ -6,7 +6,9 @@
 //! parent. So the leaf only becomes smaller, and the merge ends whatever the guest does. The units that are being moved now are
 //! the *batch*. These rules hold:
 //!
-//! 1. **Outside the batch a unit is in one place**: a change goes to the leaf if the leaf has the unit, else to the parent.
+//! 1. **Outside the batch a unit is in one place**: a change goes to the leaf if the leaf has something of the unit, else to the parent.
+//!    Not so for parts of a unit: a change of one part may copy what lies below around it into the leaf, and would hide what another
+//!    change writes there meanwhile.
 //! 2. **A change to a unit in the batch goes to both**, so that the copy in the parent is right however often the guest writes.
 //!    It holds its range alone meanwhile: two changes of one sector end in the same order in both places, and the copy of
 //!    a piece waits for the changes of that piece only.
@@ -44,6 +46,8 @@ pub enum Broken {
     Nothing,
     /// A change to a unit in the batch goes to the leaf only.
     BatchInLeafOnly,
+    /// A change goes to the parent when the leaf lacks its part, though it has other parts of the unit.
+    PartsForUnits,
     /// A flush covers the leaf only.
     FlushOfLeafOnly,
     /// The leaf gives units up before the parent is synced.
@@ -251,7 +255,11 @@ impl<S: Store> Graph<S> {
             Change::Zero(how) => Io::write_zeroes(part, WriteZeroes { only_if_fast: false, ..how }),
             Change::Discard => Io::discard(part),
         });
-        match (self.leaf().next_own(part).await?.is_some(), change) {
+        let is_own = match sinking.broken {
+            Broken::PartsForUnits => self.leaf().next_own(part).await?,
+            _ => self.leaf().next_own(self.unit_of(part)).await?,
+        };
+        match (is_own.is_some(), change) {
             (false, _) => in_parent.await,
             (true, Change::Discard) if is_moved => Ok(()),
             (true, change) if is_moved => sinking.in_both(self.change_unit(part, change), in_parent).await,

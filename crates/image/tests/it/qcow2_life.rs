@@ -1,16 +1,17 @@
 //! A qcow2 image that gives up what it has, gets another parent or none, and another size, in memory.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::qcow2_image::{COPIED, Image};
 use crate::qcow2_walk::Walk;
 use crate::support::{DEVICE, FILE, Kind, MemStore, World, block_on, pattern, read, write};
-use spile_core::{Disk, ErrorKind, Extent, WriteZeroes};
+use spile_core::{Disk, ErrorKind, Extent, Io, Segments, WriteZeroes};
 use spile_image::check::Severity;
 use spile_image::create::{NewImage, NewParent};
 use spile_image::layer::Layer;
-use spile_image::{Format, Graph};
+use spile_image::{Broken, Format, Graph, Sinking};
 
 const PATH: &str = "/d/a.qcow2";
 const BASE: &str = "/d/base.raw";
@@ -86,7 +87,7 @@ fn a_cluster_that_is_given_up_reads_from_below_and_its_space_is_free() {
         let disk = world.open(PATH);
         let before = read(&disk, 0..MIB);
         (0..9).for_each(|cluster| forget(&disk, cluster * CLUSTER..(cluster + 1) * CLUSTER).unwrap());
-        assert_eq!(own(&disk), [9 * CLUSTER..10 * CLUSTER]);
+        assert_eq!(own(&disk), vec![9 * CLUSTER..10 * CLUSTER]);
         assert!(is_below(&world, &disk, 5 * CLUSTER) && !is_below(&world, &disk, 9 * CLUSTER));
         assert!(read(&disk, 0..MIB) == before);
         (0..3).for_each(|_| block_on(disk.flush()).unwrap());
@@ -148,6 +149,37 @@ fn space_is_held_and_given_back_bit_by_bit() {
     assert_eq!(findings(&world), []);
 }
 
+/// A write to half of a subcluster that the leaf lacks, in a cluster of which it has something: another write to the other half may copy this one
+/// from below, so both go to the leaf. The parent could not take it here.
+#[test]
+fn what_is_written_beside_a_sinking_leafs_own_goes_to_the_leaf() {
+    let world = World::new();
+    world.raw(BASE, &pattern(7, MIB as usize));
+    drop(world.files.add(PATH, FILE));
+    let new = NewImage { parent: Some(named("base.raw", Format::Raw)), ..NewImage::new(MIB) };
+    block_on(Format::Qcow2.create(&world.files.store(PATH), &*world.env, &new)).unwrap();
+    let disk = world.open(PATH);
+    write(&disk, 2048, &[1; 2048]);
+    assert_eq!(own(&disk), vec![2048..4096]);
+    let sunk = |broken| {
+        let below = disk.with_layers(disk.handles()[1..].to_vec()).unwrap();
+        disk.sinking(&Sinking::new(Arc::new(below), broken), Vec::new())
+    };
+    let bytes = Segments::copied(&[2; 512]);
+    let first = Extent::from_range(0..512);
+    let to_parent = block_on(sunk(Broken::PartsForUnits).execute(Io::write(first, &bytes, false)));
+    assert_eq!(to_parent.unwrap_err().kind(), ErrorKind::ReadOnly);
+    block_on(sunk(Broken::Nothing).execute(Io::write(first, &bytes, false))).unwrap();
+    assert_eq!(own(&disk), vec![0..4096]);
+    assert_eq!(read(&disk, 0..512), [2; 512]);
+    // What the leaf has nothing of goes to the parent.
+    let other = Extent::from_range(CLUSTER..CLUSTER + 512);
+    assert_eq!(
+        block_on(sunk(Broken::Nothing).execute(Io::write(other, &bytes, false))).unwrap_err().kind(),
+        ErrorKind::ReadOnly
+    );
+}
+
 #[test]
 fn subclusters_are_given_up_one_by_one() {
     let world = World::new();
@@ -160,7 +192,7 @@ fn subclusters_are_given_up_one_by_one() {
     let disk = world.open(PATH);
     write(&disk, 0, &pattern(7, MIB as usize)[..CLUSTER as usize]);
     block_on(disk.write_zeroes(Extent::from_range(CLUSTER..CLUSTER + 4096), WriteZeroes::default())).unwrap();
-    assert_eq!(own(&disk), [0..CLUSTER + 4096], "zeroes hide what lies below");
+    assert_eq!(own(&disk), vec![0..CLUSTER + 4096], "zeroes hide what lies below");
     assert_eq!(forget(&disk, 512..4096).unwrap_err().kind(), ErrorKind::Unsupported);
     forget(&disk, 2048..8192).unwrap();
     assert_eq!(own(&disk), [0..2048, 8192..CLUSTER + 4096]);

@@ -31,10 +31,11 @@ pub(super) async fn check<F: Files>(
     let written = layers[number.saturating_sub(1)..=number].iter();
     let written = written.filter(|layer| has_no_lasting(layer.image().format())).map(|layer| layer.path());
     let others = others.iter().filter(|other| Format::from_extension(other).is_some_and(has_no_lasting));
+    let mut images = Vec::new();
     for image in written.chain(others.map(PathBuf::as_path)) {
-        refuse_children(work, image).await?;
+        images.push(work.files.canonical(image).await?);
     }
-    Ok(())
+    refuse_children(work, &images).await
 }
 
 /// True for a format whose images have no identity that lasts.
@@ -46,27 +47,47 @@ fn is_by_content(named: &ParentRef) -> bool {
     named.identity.is_some_and(|identity| !Format::lasts(identity))
 }
 
-/// Refuses a child of `image` that knows it by its content.
-async fn refuse_children<F: Files>(work: &Work<'_, F>, image: &Path) -> Result<()> {
-    let path = work.files.canonical(image).await?;
-    for file in work.neighbours.beside(image).await? {
-        for format in Format::ALL.iter().filter(|format| format.about().has_parents) {
-            match knows(work, &file, *format, &path).await {
-                Ok(true) => return Err(parts(&file, image)),
-                Err(error) if !is_no_image(error.kind()) => return Err(error.at_path(&file)),
-                Ok(false) | Err(_) => {}
+/// Refuses a child of one of `images`, canonical paths, that knows it by its content. A folder is looked through once, however many of them lie in it.
+async fn refuse_children<F: Files>(work: &Work<'_, F>, images: &[PathBuf]) -> Result<()> {
+    let mut asked: Vec<&Path> = Vec::new();
+    for image in images {
+        let folder = image.parent().unwrap_or(Path::new("/"));
+        if asked.contains(&folder) {
+            continue;
+        }
+        asked.push(folder);
+        for file in work.neighbours.beside(image).await? {
+            for format in Format::ALL.iter().filter(|format| format.about().has_parents) {
+                match known_by(work, &file, *format, images).await {
+                    Ok(Some(image)) => return Err(parts(&file, image)),
+                    Err(error) if !is_no_image(error.kind()) => return Err(error.at_path(&file)),
+                    Ok(None) | Err(_) => {}
+                }
             }
         }
     }
     Ok(())
 }
 
-/// True when `file` is an image of `format` that knows the image at `parent` by its content.
-async fn knows<F: Files>(work: &Work<'_, F>, file: &Path, format: Format, parent: &Path) -> Result<bool> {
+/// That of `images` that `file`, an image of `format`, knows by its content as its parent.
+async fn known_by<'i, F: Files>(
+    work: &Work<'_, F>,
+    file: &Path,
+    format: Format,
+    images: &'i [PathBuf],
+) -> Result<Option<&'i Path>> {
     let store = work.asking.open(&file.into(), OpenMode::ReadOnly).await?;
     let named = format.named_parent(&store).await?;
     drop(store);
-    Ok(named.is_some_and(|named| is_by_content(&named)) && is_child_of(work.asking, file, format, parent, None).await?)
+    if !named.is_some_and(|named| is_by_content(&named)) {
+        return Ok(None);
+    }
+    for image in images {
+        if is_child_of(work.asking, file, format, image, None).await? {
+            return Ok(Some(image));
+        }
+    }
+    Ok(None)
 }
 
 fn parts(child: &Path, parent: &Path) -> Error {

@@ -10,7 +10,7 @@ use super::{by_content, refuse};
 use crate::gone::Gone;
 use crate::jobs::Merged;
 use crate::names;
-use crate::work::{GraphOf, LayerOf, Work, size_of};
+use crate::work::{GraphOf, LayerOf, Work, refuse_inner_snapshots, size_of};
 
 /// What was found before a merge begins.
 pub(super) struct Checked {
@@ -112,6 +112,7 @@ pub(super) async fn check<F: Files>(
     for image in [layer, parent] {
         check_place(image.path())?;
     }
+    refuse_inner_snapshots(layer, "they would go with its file")?;
     check_sizes(graph, number)?;
     if number == 0 || keeps_name {
         check_takes_place(graph, number)?;

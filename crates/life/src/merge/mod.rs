@@ -82,14 +82,20 @@ pub(crate) async fn may_have_taken_out<F: Files>(work: &Work<'_, F>, plan: &Plan
 /// Removes what `plan` has left, once the disk has the layer no more.
 pub(crate) async fn finish_left<F: Files>(work: &Work<'_, F>, plan: &Plan) -> Result<()> {
     match plan {
-        Plan::Coalesce(merged) => left::finish(work, merged).await,
+        Plan::Coalesce(merged) => finish_rest(work, merged).await,
         Plan::Flatten | Plan::Move(_) => Ok(()),
     }
 }
 
+/// Removes what `plan` has left: the disk has not the layer that it merges.
+async fn finish_rest<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
+    refuse_copies(&*work.node.graph().await, plan)?;
+    left::finish(work, plan).await
+}
+
 async fn begin<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
     let graph = work.settled().await?;
-    let Some(number) = number_of(&graph, plan) else { return left::finish(work, plan).await };
+    let Some(number) = number_of(&graph, plan) else { return finish_rest(work, plan).await };
     crate::finish_left(work, graph.handles()[0].path()).await?;
     let checked = check::check(work, &graph, number, plan.keeps_name).await?;
     let note = Note::new(Plan::Coalesce(plan.clone()), work.job.wishes(), None);
@@ -124,9 +130,39 @@ async fn remove_marks<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()>
 /// has the same identity, and is not meant.
 fn number_of<S: spile_core::Store>(graph: &spile_image::Graph<S>, plan: &Merged) -> Option<usize> {
     let is_it = |layer: &std::sync::Arc<spile_image::GraphLayer<S>>| {
-        layer.path().file_name() == plan.path.file_name() && layer.which().unwrap_or(Merged::UNKNOWN) == plan.identity
+        layer.path().file_name() == plan.path.file_name() && layer.which() == Some(plan.identity)
     };
-    graph.handles().iter().position(is_it)
+    // Where nobody can tell which file it is, its parent's name has to do: once that has taken the layer's name, the two are not there any more.
+    let is_unknown = |number: &usize| plan.identity == Merged::UNKNOWN && graph.handles()[*number].which().is_none();
+    graph.handles().iter().position(is_it).or_else(|| pair_of(graph, plan).filter(is_unknown))
+}
+
+/// The number of the layer that has the name of the one that `plan` merges, over one that has the name of its parent.
+fn pair_of<S: spile_core::Store>(graph: &spile_image::Graph<S>, plan: &Merged) -> Option<usize> {
+    let is_it = |pair: &[std::sync::Arc<spile_image::GraphLayer<S>>]| {
+        pair[0].path().file_name() == plan.path.file_name() && pair[1].path().file_name() == plan.parent.file_name()
+    };
+    graph.handles().windows(2).position(is_it)
+}
+
+/// Refuses to take a merge for done whose layer lies over its parent still, though both are other files by now: copies, which a backup has brought back.
+fn refuse_copies<S: spile_core::Store>(graph: &spile_image::Graph<S>, plan: &Merged) -> Result<()> {
+    let Some(number) = pair_of(graph, plan) else { return Ok(()) };
+    let layer = &graph.handles()[number];
+    // One that lasts has told that the layer is another image.
+    if layer.image().format().about().identity_mark.is_none() {
+        return Ok(());
+    }
+    let what = format!(
+        "a merge of it into {} was begun with other files of these names, and is not finished",
+        graph.handles()[number + 1].path().display()
+    );
+    let note = names::job(graph.handles()[0].path());
+    let hint = format!(
+        "when these are copies of them: remove {}, and merge the layer again (spile coalesce --layer), or flatten the disk",
+        note.display()
+    );
+    Err(refuse(ErrorKind::Denied, what, layer.path(), &hint))
 }
 
 /// The graph without its first `count` layers.

@@ -7,8 +7,9 @@ use std::process::Command;
 
 use crate::common::guests::Load;
 use crate::common::host::{bytes_of, names, serve};
+use crate::common::moves::{job, let_go, receive, to};
 use crate::common::nbd::Client;
-use crate::common::{fails, have, json, ok};
+use crate::common::{eventually, fails, have, json, ok};
 use nix::sys::signal::Signal;
 
 const MIB: u64 = 1 << 20;
@@ -285,4 +286,73 @@ fn a_disk_is_moved_with_its_chain() {
     assert_eq!(chain(dir, "new/q-keeps.qcow2"), ["q-keeps.qcow2", "s2.qcow2", "s1.qcow2"]);
     fs::remove_dir_all(dir.join("old")).unwrap();
     assert!(sound(&dir.join("new"), "q-keeps.qcow2") == bytes);
+}
+
+#[test]
+fn another_host_takes_a_disk_in_as_qcow2_over_kills_of_both() {
+    if !have("qemu-img", "another_host_takes_a_disk_in_as_qcow2_over_kills_of_both") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::create_dir_all(dir.join("there")).unwrap();
+    make(dir, "q-far");
+    let mut bytes = sound(dir, "q-far.qcow2");
+    let mut there = receive(dir);
+    let mut served = serve(dir, &["q-far.qcow2"]);
+    json(dir, &["move", "q-far", "--to", &to(dir, "disk.qcow2"), "--rate", "1M"]);
+    for killed in ["there", "here"] {
+        let before = job(dir, "q-far")["done_bytes"].as_u64();
+        eventually("some more is copied", || job(dir, "q-far")["done_bytes"].as_u64() > before);
+        let at = if killed == "here" { 2 } else { 12 };
+        Client::connect(&served.uri()).unwrap().write(at * MIB, &[77; 8192], true).unwrap();
+        bytes[(at * MIB) as usize..][..8192].fill(77);
+        match killed {
+            "there" => {
+                there.kill();
+                there = receive(dir);
+            }
+            _ => {
+                served.kill();
+                served = serve(dir, &["q-far.qcow2"]);
+            }
+        }
+    }
+    eventually("it goes on", || job(dir, "q-far")["state"] == "running");
+    ok(dir, &["job", job(dir, "q-far")["id"].as_str().unwrap(), "rate", "none"]);
+    eventually("it is done", || job(dir, "q-far")["state"] == "done");
+    assert!(served.terminate().success() && there.terminate().success());
+    let_go(dir, "there/disk.qcow2");
+    assert_eq!(chain(dir, "there/disk.qcow2"), ["disk.qcow2"]);
+    assert!(sound(dir, "there/disk.qcow2") == bytes);
+}
+
+#[test]
+fn an_image_with_snapshots_inside_it_keeps_its_file_and_its_parent() {
+    if !have("qemu-img", "an_image_with_snapshots_inside_it_keeps_its_file_and_its_parent") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    make(dir, "q-inner");
+    qemu_img(dir, &["snapshot", "-c", "inside", "s2.qcow2"]);
+    qemu_img(dir, &["snapshot", "-c", "inside", "q-inner.qcow2"]);
+    let bytes = sound(dir, "q-inner.qcow2");
+    for refused in [
+        &["coalesce", "q-inner.qcow2"][..],
+        &["coalesce", "q-inner.qcow2", "--layer", "s2"],
+        &["flatten", "q-inner.qcow2"],
+        &["rebase", "q-inner.qcow2", "--parent", "s1.qcow2"],
+    ] {
+        let said = fails(dir, 1, refused);
+        assert!(said.contains("snapshots inside it") && said.contains("qemu-img snapshot"), "{refused:?}: {said}");
+    }
+    assert_eq!(chain(dir, "q-inner.qcow2"), ["q-inner.qcow2", "s2.qcow2", "s1.qcow2"]);
+    assert!(sound(dir, "q-inner.qcow2") == bytes);
+    // One below keeps its own while another image is merged into it.
+    qemu_img(dir, &["snapshot", "-d", "inside", "q-inner.qcow2"]);
+    ok(dir, &["coalesce", "q-inner.qcow2"]);
+    assert!(sound(dir, "q-inner.qcow2") == bytes);
+    let inside = fs::read(dir.join("q-inner.qcow2")).unwrap();
+    assert!(inside.windows(6).any(|at| at == b"inside"));
 }

@@ -56,15 +56,18 @@ enum Kind {
     Fault,
 }
 
+/// An image that is written has room for so many slices in memory at least: its disk may grow while it is in use.
+const GROWING_SLICES: u64 = 256;
+
 impl Map {
     /// The map of the image with this header. `l1` has the entries of its L1 table that the virtual size needs.
     pub(crate) fn new(header: &Header, rules: Rules, l1: Vec<u64>, file_bytes: u64, how: OpenLayer) -> Self {
         let slice_bits = MAX_SLICE_BITS.min(header.cluster_bits);
-        // No more slices can be needed than L2 tables lie in the file (unless it grows), nor than the disk has.
+        // No more slices can be needed than L2 tables lie in the file, nor than the disk has. An image that is written grows, and its disk may.
         let is_writable = !how.read_only;
-        let in_file = if is_writable { u64::MAX } else { file_bytes >> slice_bits };
         let of_disk = (l1.len() as u64) << (header.cluster_bits - slice_bits);
-        let slices = Slices::new(how.cache_bytes, 1 << slice_bits, in_file.min(of_disk));
+        let most = if is_writable { (4 * of_disk).max(GROWING_SLICES) } else { of_disk.min(file_bytes >> slice_bits) };
+        let slices = Slices::new(how.cache_bytes, 1 << slice_bits, most);
         let entry_bits = header.l2_entry_bits();
         Self {
             coverage_bits: header.cluster_bits + slice_bits - entry_bits,

@@ -192,6 +192,10 @@ impl<S: Store> Layer<S> for Qcow2<S> {
         self.next_own_run(extent).await
     }
 
+    fn has_inner_snapshots(&self) -> bool {
+        self.head.header.snapshots > 0
+    }
+
     async fn reserve(&self, part: Extent) -> Result<ClusterReserved<'_, S>> {
         self.reserve_part(self.part(part)).await
     }
