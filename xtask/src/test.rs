@@ -6,7 +6,7 @@
 
 mod counts;
 
-use crate::{Result, bench, peer, shell};
+use crate::{Result, bench, count, peer, shell};
 use counts::{Counts, Reader};
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -85,8 +85,10 @@ fn stages() -> Result<Vec<Vec<Vec<Stage>>>> {
     alone.push(tally("soak", peer::short_soak()));
     alone.push(tally("guest", peer::folder_command("guest")));
     let mut groups: Vec<_> = alone.into_iter().map(|stage| vec![vec![stage]]).collect();
-    // A nested Xen keeps one processor busy, and instructions are the same whatever else the machine does.
-    groups.push(vec![vec![tally("xen", peer::folder_command("xen"))], vec![tally("count", own(&["count"]))]]);
+    // What a program needs that counts alone is the same whatever else the machine does.
+    let count = tally("count", own(&["count", "--only", count::ALONE]));
+    groups.push(vec![vec![tally("xen", peer::folder_command("xen"))], vec![count]]);
+    groups.push(vec![vec![tally("served", own(&["count", "--only", count::SERVED]))]]);
     let benches = ["bench", "bench-vhost", "bench-life"];
     groups.extend(benches.map(|name| vec![vec![whole(name, own(&[name, "--quick"]))]]));
     Ok(groups)
