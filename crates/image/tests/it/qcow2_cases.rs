@@ -463,6 +463,7 @@ fn case_39_names_are_paths_inside_the_allowed_folders() {
     for name in ["json:{\"file.filename\":\"/etc/shadow\"}", "nbd://host/disk", "file:/etc/shadow"] {
         refused(ErrorKind::Unsupported, "not named by a path", |image| image.backing(name, Some("raw")));
     }
+    refused(ErrorKind::Corrupt, "has a zero byte", |image| image.backing("\0\0\0\0", Some("raw")));
     let mut image = Image::usual();
     image.backing("/etc/shadow", Some("raw"));
     let world = world_of(&image.finish());

@@ -243,7 +243,8 @@ fn a_successor_that_ends_before_anything_is_handed_over_changes_nothing() {
     // The server hears the request only when nobody is left who has sent it.
     served.signal(Signal::SIGSTOP);
     let mut command = std::process::Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "a_successor_that_ends_before_anything_is_handed_over_changes_nothing"]);
+    command
+        .args(["--exact", "takeover_failures::a_successor_that_ends_before_anything_is_handed_over_changes_nothing"]);
     let sent = command.env(DYING, dir).output().unwrap();
     served.signal(Signal::SIGCONT);
     let said = String::from_utf8_lossy(&sent.stdout);

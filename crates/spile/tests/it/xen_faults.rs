@@ -182,7 +182,7 @@ fn a_panic_ends_a_disks_process_as_if_it_were_killed() {
         let _ = std::thread::spawn(|| panic!("on purpose")).join();
         return;
     }
-    let name = "a_panic_ends_a_disks_process_as_if_it_were_killed";
+    let name = "xen_faults::a_panic_ends_a_disks_process_as_if_it_were_killed";
     let mut command = Command::new(std::env::current_exe().unwrap());
     let done = command.args([name, "--exact"]).env("PANIC", "").output().unwrap();
     assert_eq!(done.status.signal(), Some(Signal::SIGABRT as i32));

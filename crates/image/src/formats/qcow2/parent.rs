@@ -57,8 +57,13 @@ pub(super) fn data_file(head: &Head) -> Result<Option<PathBuf>> {
 
 /// The path in `name`. As QEMU reads names, what stands before a colon is a protocol, unless a slash comes first.
 fn path_of(what: &str, name: &[u8]) -> Result<PathBuf> {
+    if name.contains(&0) {
+        // Nor is it a name for any other program: an image that is being made may not have its name yet.
+        let what = format!("the name of the {what}, \"{}\", has a zero byte", printable(name));
+        return Err(Error::new(ErrorKind::Corrupt, what));
+    }
     let before_slash = name.split(|byte| *byte == b'/').next().unwrap_or_default();
-    if before_slash.contains(&b':') || name.contains(&0) {
+    if before_slash.contains(&b':') {
         let text = printable(name);
         return Err(Error::new(ErrorKind::Unsupported, format!("the {what} \"{text}\" is not named by a path"))
             .hint("only files are opened that an image names by their path"));
