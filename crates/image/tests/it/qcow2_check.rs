@@ -1,6 +1,6 @@
 //! The check of qcow2 images: what it finds, and what an image with one thing wrong looks like to it.
 
-use crate::qcow2_image::{COPIED, Image, deflate};
+use crate::qcow2_image::{COPIED, Image};
 use crate::support::{FILE, World, block_on};
 use spile_core::ErrorKind;
 use spile_image::Format;
@@ -49,13 +49,8 @@ fn a_sound_image_has_nothing_to_tell() {
 #[test]
 fn every_kind_of_reference_is_counted() {
     let report = check(|image| {
-        // Two streams in one cluster, a preallocated zero cluster, a snapshot that shares all of it, a bitmap.
-        let stream = deflate(&[7; CLUSTER as usize]);
-        let at = image.append(&[&stream[..], &stream].concat());
-        image.set_l2(2, image.compressed_entry(at, stream.len() as u64));
-        image.set_l2(3, image.compressed_entry(at + stream.len() as u64, stream.len() as u64));
-        let zero = image.append(&[0; 1]);
-        image.set_l2(4, zero | 1);
+        // Besides these, a snapshot that shares all of it, and a bitmap.
+        let (at, zero) = image.two_streams_and_a_zero_cluster();
         image.set_l2(5, 1);
         let l1 = image.append(&L2.to_be_bytes());
         image.put64(3 * CLUSTER, L2);

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::qcow2_image::{COPIED, Image, deflate};
+use crate::qcow2_image::{COPIED, Image};
 use crate::support::{DEVICE, FILE, Kind, World, block_on, read};
 use spile_core::{ErrorKind, Files as _, Locator, OpenMode};
 use spile_image::check::{Lost, Report, Severity};
@@ -115,12 +115,7 @@ fn case_36_leaked_clusters_are_freed() {
 #[test]
 fn every_kind_of_reference_keeps_its_count() {
     let bytes = image(|image| {
-        let stream = deflate(&[7; CLUSTER as usize]);
-        let at = image.append(&[&stream[..], &stream].concat());
-        image.set_l2(2, image.compressed_entry(at, stream.len() as u64));
-        image.set_l2(3, image.compressed_entry(at + stream.len() as u64, stream.len() as u64));
-        let zero = image.append(&[0; 1]);
-        image.set_l2(4, zero | 1);
+        image.two_streams_and_a_zero_cluster();
     });
     let world = mends_on(FILE, &bytes, bytes.len() as u64);
     let table = header64(&world, 48);

@@ -104,6 +104,19 @@ impl Image {
         at
     }
 
+    /// Two compressed streams in one cluster, which the guest sees as its clusters 2 and 3, and a preallocated zero cluster, its cluster 4. Returns where
+    /// both lie in the file.
+    pub fn two_streams_and_a_zero_cluster(&mut self) -> (u64, u64) {
+        let stream = deflate(&[7; 65536]);
+        let len = stream.len() as u64;
+        let at = self.append(&[&stream[..], &stream].concat());
+        self.set_l2(2, self.compressed_entry(at, len));
+        self.set_l2(3, self.compressed_entry(at + len, len));
+        let zero = self.append(&[0; 1]);
+        self.set_l2(4, zero | 1);
+        (at, zero)
+    }
+
     /// The L2 entry of compressed data at `offset`.
     pub fn compressed_entry(&self, offset: u64, len_bytes: u64) -> u64 {
         let more_sectors = (offset % 512 + len_bytes).div_ceil(512) - 1;
