@@ -153,7 +153,7 @@ async fn judge<F: Files>(tools: &Tools<'_, F>, family: &Family, image: &Path) ->
     };
     if info.which != Some(gone.identity) {
         // A file that is known by its place only may be a copy, which is half merged, too.
-        return Ok(match gone.is_merged && info.format.about().identity_mark.is_some() {
+        return Ok(match gone.is_merged && !info.format.has_lasting_identities() {
             true => Verdict::waits(
                 "a merge into it was begun with another file of this name, of which it may be a copy: merge its child into it by spile coalesce, or remove the note",
             ),

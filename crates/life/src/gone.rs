@@ -113,7 +113,7 @@ impl Gone {
     pub(crate) async fn of<F: Files>(files: &F, layer: &GraphLayer<F::Store>) -> Result<Option<Self>> {
         let which = layer.which();
         // A file that is known by its place only may be a copy, which is half merged, too.
-        let may_be_copy = layer.image().format().about().identity_mark.is_some();
+        let may_be_copy = !layer.image().format().has_lasting_identities();
         let is_its = |gone: &Self| Some(gone.identity) == which || (gone.is_merged && may_be_copy);
         Ok(Self::read(files, layer.path()).await?.filter(is_its))
     }

@@ -136,6 +136,11 @@ impl Format {
         Self::ALL.iter().copied().find(has_mark)
     }
 
+    /// True when no identity of this format's images changes while they are written to.
+    pub fn has_lasting_identities(self) -> bool {
+        self.about().identity_mark.is_none()
+    }
+
     /// True when `identity` stays the same while its image is written to.
     pub fn lasts(identity: Identity) -> bool {
         Self::marked(identity).is_none()

@@ -96,8 +96,7 @@ impl<S: Store> GraphLayer<S> {
     /// of its file. `None` where nobody can tell later.
     pub fn which(&self) -> Option<Identity> {
         let image = &self.image;
-        let is_lasting = image.format().about().identity_mark.is_none();
-        let own = if is_lasting { image.identity() } else { None };
+        let own = if image.format().has_lasting_identities() { image.identity() } else { None };
         own.or_else(|| image.store().file_identity().map(Identity))
     }
 

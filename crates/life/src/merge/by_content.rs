@@ -29,18 +29,15 @@ pub(super) async fn check<F: Files>(
         }
     }
     let written = layers[number.saturating_sub(1)..=number].iter();
-    let written = written.filter(|layer| has_no_lasting(layer.image().format())).map(|layer| layer.path());
-    let others = others.iter().filter(|other| Format::from_extension(other).is_some_and(has_no_lasting));
+    let written = written.filter(|layer| !layer.image().format().has_lasting_identities()).map(|layer| layer.path());
+    let others = others
+        .iter()
+        .filter(|other| Format::from_extension(other).is_some_and(|format| !format.has_lasting_identities()));
     let mut images = Vec::new();
     for image in written.chain(others.map(PathBuf::as_path)) {
         images.push(work.files.canonical(image).await?);
     }
     refuse_children(work, &images).await
-}
-
-/// True for a format whose images have no identity that lasts.
-fn has_no_lasting(format: Format) -> bool {
-    format.about().identity_mark.is_some()
 }
 
 fn is_by_content(named: &ParentRef) -> bool {

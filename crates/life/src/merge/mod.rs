@@ -150,7 +150,7 @@ fn refuse_copies<S: spile_core::Store>(graph: &spile_image::Graph<S>, plan: &Mer
     let Some(number) = pair_of(graph, plan) else { return Ok(()) };
     let layer = &graph.handles()[number];
     // One that lasts has told that the layer is another image.
-    if layer.image().format().about().identity_mark.is_none() {
+    if layer.image().format().has_lasting_identities() {
         return Ok(());
     }
     let what = format!(
