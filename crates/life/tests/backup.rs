@@ -2,14 +2,15 @@
 #![forbid(unsafe_code)]
 
 use std::path::Path;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
+use futures_util::future::{Either, select};
 use spile_core::{
-    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Io, Op, OpenMode, Result, Segments, Store as _,
-    Timer, WriteZeroes, yield_now,
+    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Io, Op, OpenMode, Result, Segments, Store,
+    StoreExtent, StoreInfo, StoreOffset, Timer, Via, WriteZeroes, yield_now,
 };
 use spile_engine::{Config, Engine, OsEnv, spawn};
 use spile_life::backup::{
@@ -122,7 +123,58 @@ impl Disk for Gauge {
     }
 }
 
-type Point = PointInTime<AnyStore, Memory>;
+/// A fleece whose reads wait.
+struct HeldReads {
+    inner: AnyStore,
+    holds: Arc<AtomicBool>,
+}
+
+impl Store for HeldReads {
+    fn info(&self) -> StoreInfo {
+        self.inner.info()
+    }
+
+    fn len_bytes(&self) -> u64 {
+        self.inner.len_bytes()
+    }
+
+    fn path(&self) -> &Path {
+        self.inner.path()
+    }
+
+    async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
+        while self.holds.load(SeqCst) {
+            yield_now().await;
+        }
+        self.inner.read_at(offset, into, via).await
+    }
+
+    async fn write_at(&self, offset: StoreOffset, from: &Segments, via: Via) -> Result<()> {
+        self.inner.write_at(offset, from, via).await
+    }
+
+    async fn sync(&self) -> Result<()> {
+        self.inner.sync().await
+    }
+
+    async fn zero_range(&self, offset: StoreOffset, len_bytes: u64) -> Result<()> {
+        self.inner.zero_range(offset, len_bytes).await
+    }
+
+    async fn punch_hole(&self, offset: StoreOffset, len_bytes: u64) -> Result<()> {
+        self.inner.punch_hole(offset, len_bytes).await
+    }
+
+    async fn set_len(&self, len_bytes: u64) -> Result<()> {
+        self.inner.set_len(len_bytes).await
+    }
+
+    async fn extent_at(&self, offset: StoreOffset) -> Result<StoreExtent> {
+        self.inner.extent_at(offset).await
+    }
+}
+
+type Point<S = AnyStore> = PointInTime<S, Memory>;
 
 /// Runs `test` on a worker, in a folder of its own.
 fn on_host<F: Future<Output = ()> + 'static>(test: impl FnOnce(std::path::PathBuf) -> F + Send + 'static) {
@@ -142,7 +194,7 @@ async fn fleece_of(disk: &Path) -> AnyStore {
     fleece(&OsFiles::new(CacheMode::Page), disk, None, SIZE).await.unwrap()
 }
 
-async fn begin_one(node: &Arc<Node<Memory>>, fleece: AnyStore, limit_bytes: u64) -> Point {
+async fn begin_one<S: Store>(node: &Arc<Node<Memory>>, fleece: S, limit_bytes: u64) -> Point<S> {
     let subject = Subject { node, fleece, limit_bytes, room: any_room() };
     let (point, before) = begin(vec![subject], &around(OsEnv)).await.unwrap().pop().unwrap();
     before.ended().await;
@@ -155,7 +207,7 @@ async fn write(node: &Node<Memory>, offset: u64, len: u64, byte: u8) {
     node.write(Extent::new(offset, len).unwrap(), &bytes, false).await.unwrap();
 }
 
-async fn copy(point: &Point, to: &Memory) -> Result<Digests> {
+async fn copy<S: Store>(point: &Point<S>, to: &Memory) -> Result<Digests> {
     let (job, mut digests) = (Job::new(Wishes::default()), Digests::default());
     let copy = Copy { from: point, to, beneath: Beneath::Anything, changed: None, job: &job, timer: &OsEnv };
     copy.run(&mut digests).await.map(|_| digests)
@@ -214,6 +266,28 @@ fn a_backup_has_more_under_way_while_guests_are_quiet_and_there_is_no_rate() {
             assert_eq!(job.report().done_bytes, 32 << 20);
             point.end().await;
         }
+    });
+}
+
+#[test]
+fn a_backup_that_is_ended_while_it_reads_the_fleece_was_told_to_end() {
+    on_host(|disk| async move {
+        let node = Arc::new(Node::new(Memory::filled(1)));
+        let holds = Arc::new(AtomicBool::new(true));
+        let fleece = HeldReads { inner: fleece_of(&disk).await, holds: holds.clone() };
+        let point = begin_one(&node, fleece, u64::MAX).await;
+        write(&node, 0, SIZE, 2).await;
+        let to = Memory::filled(9);
+        let mut copied = pin!(copy(&point, &to));
+        let is_over = matches!(select(copied.as_mut(), pin!(yield_now())).await, Either::Left(_));
+        assert!(!is_over, "the copy does not wait for the fleece");
+        point.end().await;
+        // Whatever frees the fleece has its turns before the copy.
+        for _ in 0..1000 {
+            yield_now().await;
+        }
+        holds.store(false, SeqCst);
+        assert_eq!(copied.await.unwrap_err().kind(), ErrorKind::Shutdown);
     });
 }
 
@@ -291,16 +365,19 @@ fn a_fleece_takes_no_space_that_guests_may_need() {
 #[test]
 fn the_space_of_a_fleece_is_free_once_the_backup_has_ended() {
     on_host(|disk| async move {
+        // Files of this process that have no name in the folder.
+        let nameless = || {
+            let links =
+                std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|fd| fd.unwrap().path().read_link().ok());
+            links.filter(|link| link.starts_with(disk.parent().unwrap())).count()
+        };
         let node = Arc::new(Node::new(Memory::filled(1)));
-        let fleece = fleece_of(&disk).await;
-        let kept = fleece.clone();
-        let subject = Subject { node: &node, fleece, limit_bytes: u64::MAX, room: any_room() };
-        let (point, _) = begin(vec![subject], &around(OsEnv)).await.unwrap().pop().unwrap();
+        let point = begin_one(&node, fleece_of(&disk).await, u64::MAX).await;
         write(&node, 0, SIZE, 2).await;
-        assert_eq!(kept.len_bytes(), SIZE);
+        assert!(nameless() > 0);
         // A copy whose target hangs has the point in time for as long as it likes.
         point.end().await;
-        while kept.len_bytes() > 0 {
+        while nameless() > 0 {
             yield_now().await;
         }
     });

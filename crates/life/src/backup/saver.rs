@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
+use async_lock::RwLock;
 use event_listener::Event;
 use futures_util::future::{Either, select};
 use spile_core::{
@@ -29,7 +30,8 @@ const PATIENCE: Duration = Duration::from_secs(20);
 pub(super) struct Saver<S, G: Disk> {
     /// Not kept alive: a backup whose target hangs must not keep the disk's files open.
     node: Weak<Node<G>>,
-    fleece: S,
+    /// None once it is closed: that waits for whoever just reads or writes it.
+    fleece: RwLock<Option<S>>,
     limit_bytes: u64,
     room: Room,
     /// The size of the disk at the point in time.
@@ -85,7 +87,7 @@ impl<S: Store, G: Disk> Saver<S, G> {
         };
         Arc::new(Self {
             node: Arc::downgrade(node),
-            fleece,
+            fleece: RwLock::new(Some(fleece)),
             limit_bytes,
             room,
             size_bytes,
@@ -132,10 +134,9 @@ impl<S: Store, G: Disk> Saver<S, G> {
         self.changed.notify(usize::MAX);
     }
 
-    /// Frees the space of the fleece, once nothing is saved any more. Whoever holds on to this, such as a copy whose target hangs, keeps no space.
+    /// Closes the fleece, which has no name: that frees its space. Whoever holds on to this, such as a copy whose target hangs, keeps no space.
     pub async fn free(&self) {
-        // A fleece that cannot be cut off is gone with its process.
-        let _ = self.fleece.set_len(0).await;
+        drop(self.fleece.write().await.take());
     }
 
     /// As [`Saver::end`], because of `error`.
@@ -151,9 +152,7 @@ impl<S: Store, G: Disk> Saver<S, G> {
     pub fn check(&self) -> Result<()> {
         match &self.state().failure {
             Some(error) => Err(error.duplicate()),
-            None if self.is_over.load(Ordering::SeqCst) => {
-                Err(Error::new(ErrorKind::Shutdown, "the backup was told to end"))
-            }
+            None if self.is_over.load(Ordering::SeqCst) => Err(ended()),
             None => Ok(()),
         }
     }
@@ -255,6 +254,8 @@ impl<S: Store, G: Disk> Saver<S, G> {
                     }
                     self.clear.set(units);
                 }
+                // One that has ended cannot fail.
+                Err(_) if self.is_over.load(Ordering::SeqCst) => {}
                 Err(error) => {
                     state.failure.get_or_insert(error);
                     self.is_over.store(true, Ordering::SeqCst);
@@ -280,7 +281,9 @@ impl<S: Store, G: Disk> Saver<S, G> {
             self.look_for_room((run.end - run.start) * UNIT_BYTES).await?;
             self.take_room(&run)?;
             let bytes = buffer.slice(place(run.start)..place(run.end));
-            self.fleece.write_at(StoreOffset(run.start * UNIT_BYTES), &bytes, Via::Direct).await.map_err(|error| {
+            let fleece = self.fleece.read().await;
+            let fleece = fleece.as_ref().ok_or_else(ended)?;
+            fleece.write_at(StoreOffset(run.start * UNIT_BYTES), &bytes, Via::Direct).await.map_err(|error| {
                 error.hint("what guests changed could not be kept for the backup; --fleece names another folder")
             })?;
         }
@@ -347,7 +350,9 @@ impl<S: Store, G: Disk> Saver<S, G> {
         let held = runs(held.into_iter());
         for run in &held {
             let whole = Segments::zeroed(((run.end - run.start) * UNIT_BYTES) as usize);
-            let from_fleece = self.fleece.read_at(StoreOffset(run.start * UNIT_BYTES), &whole, Via::Direct);
+            let fleece = self.fleece.read().await;
+            let fleece = fleece.as_ref().ok_or_else(ended)?;
+            let from_fleece = fleece.read_at(StoreOffset(run.start * UNIT_BYTES), &whole, Via::Direct);
             from_fleece.await.map_err(|error| error.hint("what was saved of the disk cannot be read"))?;
             let into = into(run);
             into.copy_from(&whole.slice(0..into.len()));
@@ -380,8 +385,9 @@ impl<S: Store, G: Disk> Saver<S, G> {
 
     async fn punch(&self, units: Vec<Range<u64>>) {
         for run in units {
-            let punched =
-                self.fleece.punch_hole(StoreOffset(run.start * UNIT_BYTES), (run.end - run.start) * UNIT_BYTES);
+            let fleece = self.fleece.read().await;
+            let Some(fleece) = fleece.as_ref() else { return };
+            let punched = fleece.punch_hole(StoreOffset(run.start * UNIT_BYTES), (run.end - run.start) * UNIT_BYTES);
             // Where the space cannot be freed, the limit goes on counting it.
             if punched.await.is_ok() {
                 let mut state = self.state();
@@ -391,6 +397,10 @@ impl<S: Store, G: Disk> Saver<S, G> {
             }
         }
     }
+}
+
+fn ended() -> Error {
+    Error::new(ErrorKind::Shutdown, "the backup was told to end")
 }
 
 /// The runs of numbers that follow each other.
