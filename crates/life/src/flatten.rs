@@ -5,6 +5,7 @@
 //! nothing but the piece that it was at.
 
 use std::cell::Cell;
+use std::ops::Range;
 use std::sync::Arc;
 
 use spile_core::{Extent, Files, Result};
@@ -72,6 +73,9 @@ const MOST_PASSES: u32 = 8;
 /// A pass that has found no more pieces than this was the last one.
 const FEW_PIECES: u64 = 16;
 
+/// So much of a disk is searched at a time.
+const WINDOW_BYTES: u64 = 4 << 30;
+
 /// Fills a leaf.
 struct Filler<'a, 'w, F: Files> {
     work: &'a Work<'w, F>,
@@ -99,10 +103,8 @@ impl<F: Files> Filler<'_, '_, F> {
     async fn lacking_bytes(&self) -> Result<u64> {
         let (mut bytes, mut at, mut known) = (0, 0, Known::default());
         for counted in 1_u64.. {
-            let Some(run) = self.graph.next_stored_below(Extent::from_range(at..self.size_bytes), &mut known).await?
-            else {
-                break;
-            };
+            let below = async |window| self.graph.next_stored_below(window, &mut known).await;
+            let Some(run) = self.search(at..self.size_bytes, below).await? else { break };
             (bytes, at) = (bytes + run.len_bytes, run.end());
             if counted.is_multiple_of(COUNTED_AT_ONCE) {
                 self.work.timer.sleep(A_TURN).await;
@@ -111,6 +113,24 @@ impl<F: Files> Filler<'_, '_, F> {
             }
         }
         Ok(bytes)
+    }
+
+    /// The first that `look` finds in `range`. The way to it may lead over terabytes of holes, so the job is asked in between whether it may go on.
+    async fn search(
+        &self,
+        range: Range<u64>,
+        mut look: impl AsyncFnMut(Extent) -> Result<Option<Extent>>,
+    ) -> Result<Option<Extent>> {
+        let mut at = range.start;
+        while at < range.end {
+            let end = range.end.min(at + WINDOW_BYTES);
+            if let Some(found) = look(Extent::from_range(at..end)).await? {
+                return Ok(Some(found));
+            }
+            at = end;
+            self.work.job.go_on().await?;
+        }
+        Ok(None)
     }
 
     /// Fills all that the leaf lacks, from the start of the disk to its end. Returns how many pieces that were.
@@ -129,12 +149,13 @@ impl<F: Files> Filler<'_, '_, F> {
     async fn next(&self, cursor: &mut Cursor, most_bytes: u64) -> Result<Option<Extent>> {
         let at = cursor.at;
         if !cursor.is_looked_up || cursor.below.is_some_and(|below| below.start() < at) {
-            let rest = Extent::from_range(at..self.size_bytes);
-            cursor.below = self.graph.next_stored_below(rest, &mut cursor.known).await?;
+            let known = &mut cursor.known;
+            let below = async |window| self.graph.next_stored_below(window, known).await;
+            cursor.below = self.search(at..self.size_bytes, below).await?;
             cursor.is_looked_up = true;
         }
         let until = cursor.below.map_or(self.size_bytes, |below| below.start());
-        let unfilled = self.graph.next_unfilled(Extent::from_range(at..until)).await?;
+        let unfilled = self.search(at..until, async |window| self.graph.next_unfilled(window).await).await?;
         let Some(next) = unfilled.or(cursor.below) else { return Ok(None) };
         let start = (next.start() / most_bytes * most_bytes).max(at);
         let piece = Extent::from_range(start..self.size_bytes.min((start / most_bytes + 1) * most_bytes));
