@@ -39,6 +39,8 @@ impl<'a> Images<'a> {
             State::Full | State::Again => self.full(side.format),
             State::Fresh => self.fresh(side.format),
             State::Chain(depth) => self.chain(depth),
+            State::Child => self.child(side),
+            State::Mapped => self.mapped(),
         }
     }
 
@@ -140,6 +142,29 @@ impl<'a> Images<'a> {
             below = leaf;
         }
         Ok(below)
+    }
+
+    /// A new child of the full image of the side's format. Both programs follow their defaults.
+    fn child(&mut self, side: &Side) -> Result<PathBuf> {
+        let parent = self.full(side.format)?;
+        let path = self.folder.join(if side.is_ours() { "child-of-spile.qcow2" } else { "child-of-qemu.qcow2" });
+        let _ = std::fs::remove_file(&path);
+        let mut command = match side.is_ours() {
+            true => self.spile(&["create", "--parent"]),
+            false => qemu_img(&["create", "-f", "qcow2", "-F", "qcow2", "-b"]),
+        };
+        shell::run(command.arg(&parent).arg(&path).stdout(Stdio::null()))?;
+        Ok(path)
+    }
+
+    /// See [`State::Mapped`].
+    fn mapped(&mut self) -> Result<PathBuf> {
+        let path = self.folder.join("mapped.qcow2");
+        if self.made.insert(path.clone()) {
+            let mut create = qemu_img(&["create", "-f", "qcow2", "-o", "cluster_size=4k,preallocation=metadata"]);
+            shell::run(create.arg(&path).arg((128 * self.size_bytes()).to_string()).stdout(Stdio::null()))?;
+        }
+        Ok(path)
     }
 
     fn scatter(&self, leaf: &Path, seed: usize) -> Result<()> {

@@ -23,6 +23,10 @@ pub enum State {
     Again,
     /// A VHD chain of that many files, every block partly written in every child.
     Chain(usize),
+    /// A new child of a full image, made by the program that serves it.
+    Child,
+    /// A large qcow2 with small clusters: each has its place, and nothing was written. Its tables are larger than the caches of the servers.
+    Mapped,
 }
 
 /// A format, by the name that Spile's and QEMU's commands share or translate.
@@ -73,6 +77,11 @@ impl Side {
     /// Adds options for Spile.
     pub fn options(self, options: &'static [&'static str]) -> Side {
         Side { options, ..self }
+    }
+
+    /// True when Spile serves it.
+    pub fn is_ours(&self) -> bool {
+        matches!(self.server, Kind::Spile(_))
     }
 
     /// Sets the number of cores for the server.

@@ -21,6 +21,19 @@ pub fn groups(plan: &Plan) -> Vec<Group> {
         in_place("vhd-direct", "allocated images, O_DIRECT", Cache::Direct),
         first(plan, "first-page", "writes into empty images, page cache", Cache::Page),
         first(plan, "first-direct", "writes into empty images, O_DIRECT", Cache::Direct),
+        qcow2("qcow2-page", "allocated qcow2, page cache", Cache::Page, State::Full, in_place_lines()),
+        qcow2("qcow2-direct", "allocated qcow2, O_DIRECT", Cache::Direct, State::Full, in_place_lines()),
+        qcow2("qcow2-first-page", "writes into empty qcow2, page cache", Cache::Page, State::Fresh, first_lines(plan)),
+        qcow2(
+            "qcow2-first-direct",
+            "writes into empty qcow2, O_DIRECT",
+            Cache::Direct,
+            State::Fresh,
+            first_lines(plan),
+        ),
+        qcow2_child(plan, "qcow2-child-page", "writes into a new child of a full qcow2, page cache", Cache::Page),
+        qcow2_child(plan, "qcow2-child-direct", "writes into a new child of a full qcow2, O_DIRECT", Cache::Direct),
+        qcow2_missed(),
         large(),
         polling("poll-null", "adaptive polling, no medium: ÷peer is to --poll 0", Format::Null, Cache::Page),
         polling(
@@ -158,6 +171,53 @@ fn first(plan: &Plan, name: &'static str, about: &'static str, cache: Cache) -> 
         Line::new("write", "64k", 8, 1).requests(plan, 16_000).aim(Aim::RateOf(Role::Raw, 0.9)),
     ];
     Group { name, about, sides: format_sides(cache, State::Fresh), lines }
+}
+
+/// What a qcow2 costs at most of the CPU time for a request of its best peer.
+const QCOW2_CPU: Aim = Aim::CpuOf(Role::Peer, 0.6);
+
+fn in_place_lines() -> Vec<Line> {
+    let write = randwrite(32).aim(Aim::RateOf(Role::Peer, 1.3)).aim(Aim::RateOf(Role::Raw, 0.97)).aim(QCOW2_CPU);
+    let read = randread(32).aim(Aim::RateOf(Role::Peer, 1.3)).aim(Aim::RateOf(Role::Raw, 0.97)).aim(QCOW2_CPU);
+    vec![write, read, randread(1).p50().aim(QCOW2_CPU)]
+}
+
+/// The same requests for every side, as in [`first`].
+fn first_lines(plan: &Plan) -> Vec<Line> {
+    let lines = [
+        randwrite(32).requests(plan, 20_000),
+        Line::new("write", "4k", 32, 1).requests(plan, 40_000),
+        Line::new("write", "64k", 8, 1).requests(plan, 16_000),
+    ];
+    let aimed = |line: Line| line.aim(Aim::RateOf(Role::Peer, 1.3)).aim(Aim::RateOf(Role::Raw, 0.9)).aim(QCOW2_CPU);
+    lines.map(aimed).into()
+}
+
+fn qcow2(name: &'static str, about: &'static str, cache: Cache, state: State, lines: Vec<Line>) -> Group {
+    let sides = [
+        Side::new("spile qcow2", SPILE, Format::Qcow2, cache),
+        Side::new("spile raw", SPILE, Format::Raw, cache).role(Role::Raw),
+        Side::new("q-s-d qcow2", URING, Format::Qcow2, cache),
+    ];
+    Group { name, about, sides: sides.map(|side| side.state(state)).into(), lines }
+}
+
+fn qcow2_alone(cache: Cache, state: State) -> Vec<Side> {
+    let sides =
+        [Side::new("spile qcow2", SPILE, Format::Qcow2, cache), Side::new("q-s-d qcow2", URING, Format::Qcow2, cache)];
+    sides.map(|side| side.state(state)).into()
+}
+
+fn qcow2_child(plan: &Plan, name: &'static str, about: &'static str, cache: Cache) -> Group {
+    let line = randwrite(32).requests(plan, 20_000).aim(Aim::RateOf(Role::Peer, 5.0)).aim(QCOW2_CPU);
+    Group { name, about, sides: qcow2_alone(cache, State::Child), lines: vec![line] }
+}
+
+fn qcow2_missed() -> Group {
+    let aimed = |line: Line| line.aim(Aim::RateOf(Role::Peer, 2.0)).aim(QCOW2_CPU);
+    let lines = vec![aimed(randread(32)), aimed(randread(1).p50())];
+    let about = "qcow2 whose tables are four times as large as the cache of each server, page cache";
+    Group { name: "qcow2-missed", about, sides: qcow2_alone(Cache::Page, State::Mapped), lines }
 }
 
 fn large() -> Group {

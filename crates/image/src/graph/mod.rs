@@ -295,12 +295,18 @@ impl<S: Store> Graph<S> {
     }
 
     /// Counts a reader in, until the value is dropped.
+    #[inline]
     fn enter(&self) -> Readers<'_> {
         let parents = match self.walked() {
             1 => Vec::new(),
-            walked => self.layers[1..walked].iter().filter_map(|layer| layer.image().enter()).collect(),
+            walked => self.enter_parents(walked),
         };
         Readers { _leaf: self.leaf().enter(), _parents: parents }
+    }
+
+    #[cold]
+    fn enter_parents(&self, walked: usize) -> Vec<Reader<'_>> {
+        self.layers[1..walked].iter().filter_map(|layer| layer.image().enter()).collect()
     }
 
     fn check(&self, extent: Extent, aligned: bool) -> Result<()> {
