@@ -158,6 +158,14 @@ fn beside(disk: &Path, what: &str) -> PathBuf {
     disk.with_file_name(name)
 }
 
+/// The way from one folder to a file, both canonical; `None` when it is not UTF-8.
+pub fn relative(folder: &Path, file: &Path) -> Option<String> {
+    let shared = folder.components().zip(file.components()).take_while(|(a, b)| a == b).count();
+    let ups = folder.components().skip(shared).map(|_| Some(".."));
+    let downs = file.components().skip(shared).map(|part| part.as_os_str().to_str());
+    ups.chain(downs).collect::<Option<Vec<_>>>().map(|parts| parts.join("/"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -184,5 +192,13 @@ mod tests {
         for other in ["/vm/a.vhd", "/vm/.a.vhd", "/vm/.spile-new", "/"] {
             assert_eq!(disk_of(Path::new(other)), None, "{other}");
         }
+    }
+
+    #[test]
+    fn ways_between_folders() {
+        let way = |folder, file| relative(Path::new(folder), Path::new(file)).unwrap();
+        assert_eq!(way("/a/b", "/a/b/p.vhd"), "p.vhd");
+        assert_eq!(way("/a/b", "/a/c/p.vhd"), "../c/p.vhd");
+        assert_eq!(way("/", "/p.vhd"), "p.vhd");
     }
 }

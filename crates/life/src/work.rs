@@ -287,14 +287,6 @@ impl<F: Files> Work<'_, F> {
     }
 }
 
-/// The way from one folder to a file, both canonical; `None` when it is not UTF-8.
-pub(crate) fn relative(folder: &Path, file: &Path) -> Option<String> {
-    let shared = folder.components().zip(file.components()).take_while(|(a, b)| a == b).count();
-    let ups = folder.components().skip(shared).map(|_| Some(".."));
-    let downs = file.components().skip(shared).map(|part| part.as_os_str().to_str());
-    ups.chain(downs).collect::<Option<Vec<_>>>().map(|parts| parts.join("/"))
-}
-
 /// Refuses an image with snapshots inside it, which `why` would be lost or changed with.
 ///
 /// # Errors

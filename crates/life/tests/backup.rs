@@ -127,6 +127,7 @@ impl Disk for Gauge {
 struct HeldReads {
     inner: AnyStore,
     holds: Arc<AtomicBool>,
+    begun: Arc<AtomicU64>,
 }
 
 impl Store for HeldReads {
@@ -143,6 +144,7 @@ impl Store for HeldReads {
     }
 
     async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
+        self.begun.fetch_add(1, SeqCst);
         while self.holds.load(SeqCst) {
             yield_now().await;
         }
@@ -273,14 +275,16 @@ fn a_backup_has_more_under_way_while_guests_are_quiet_and_there_is_no_rate() {
 fn a_backup_that_is_ended_while_it_reads_the_fleece_was_told_to_end() {
     on_host(|disk| async move {
         let node = Arc::new(Node::new(Memory::filled(1)));
-        let holds = Arc::new(AtomicBool::new(true));
-        let fleece = HeldReads { inner: fleece_of(&disk).await, holds: holds.clone() };
+        let (holds, begun) = (Arc::new(AtomicBool::new(true)), Arc::<AtomicU64>::default());
+        let fleece = HeldReads { inner: fleece_of(&disk).await, holds: holds.clone(), begun: begun.clone() };
         let point = begin_one(&node, fleece, u64::MAX).await;
         write(&node, 0, SIZE, 2).await;
         let to = Memory::filled(9);
         let mut copied = pin!(copy(&point, &to));
-        let is_over = matches!(select(copied.as_mut(), pin!(yield_now())).await, Either::Left(_));
-        assert!(!is_over, "the copy does not wait for the fleece");
+        while begun.load(SeqCst) == 0 {
+            let is_over = matches!(select(copied.as_mut(), pin!(yield_now())).await, Either::Left(_));
+            assert!(!is_over, "the copy does not wait for the fleece");
+        }
         point.end().await;
         // Whatever frees the fleece has its turns before the copy.
         for _ in 0..1000 {

@@ -15,7 +15,7 @@
 //! certain until it is seen. One that overlapped a change in flight may have been seen only because of that change: it is as durable as
 //! that one. A request that was answered with an error leaves its sectors open until they are written again.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use crate::stamp::{self, SECTOR, Value};
@@ -291,6 +291,39 @@ impl Oracle {
             let flushed = self.flushed;
             self.sectors.values_mut().for_each(|versions| cut(versions, flushed));
             self.cut = self.tick();
+        }
+    }
+
+    /// The disk holds from now on, durably, what `to` tells of: what it was at an earlier time, when nothing was in flight any more. Requests in flight have
+    /// not begun to take effect.
+    pub fn go_back(&mut self, to: &Self) {
+        let now = self.tick();
+        let sectors: BTreeSet<u64> = self.sectors.keys().chain(to.sectors.keys()).copied().collect();
+        for sector in sectors {
+            let waiting: Vec<_> = self.history(sector).extract_if(.., |version| version.ended == NEVER).collect();
+            // What waits comes behind what the disk holds from now on.
+            let now = waiting.iter().map(|version| version.issued).min().map_or(now, |first| first - 1);
+            let there = to.sectors.get(&sector).map_or_else(Vec::new, |versions| {
+                let allowed = allowed(versions, to.now + 1);
+                allowed.iter().map(|at| versions[*at].clone()).collect()
+            });
+            let is_known = there.len() < 2;
+            let version = |value: Value, failed: bool| Version {
+                value,
+                issued: now,
+                ended: now,
+                acked: if is_known { now } else { NEVER },
+                seen: NEVER,
+                fua: true,
+                discard: false,
+                failed,
+                again: false,
+            };
+            let mut versions: Vec<_> = there.iter().map(|one| version(one.value, one.failed)).collect();
+            if versions.is_empty() {
+                versions.push(version(Value::Zero, false));
+            }
+            self.sectors.insert(sector, versions.into_iter().chain(waiting).collect());
         }
     }
 

@@ -12,7 +12,8 @@ use super::check::{Checked, just_gone};
 use super::mover::Mover;
 use super::named;
 use crate::jobs::Merged;
-use crate::work::{GraphOf, LayerOf, Work, relative, size_of};
+use crate::names::relative;
+use crate::work::{GraphOf, LayerOf, Work, size_of};
 
 /// The two layers of a merge, open for writing, and the disk's graph with them.
 struct Opened<F: Files> {

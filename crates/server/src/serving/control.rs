@@ -34,6 +34,7 @@ use super::life::SnapshotCall;
 use super::limits::Kept;
 use super::pausing::PauseCall;
 use super::resizing::Resized;
+use super::reverting::RevertCall;
 use crate::process::Process;
 
 /// The most descriptors beside one line (the kernel takes 253).
@@ -295,6 +296,10 @@ pub enum Event {
     Snapshot(SnapshotCall),
     /// A call of the control API came for a pause.
     Pause(PauseCall),
+    /// A call of the control API came to have a disk go back.
+    Revert(RevertCall),
+    /// Somebody asks who uses the disk of this name.
+    InUse(String, oneshot::Sender<Option<String>>),
     /// A disk has got its new size, or not.
     Resized(Resized),
     /// The disk of this name has another graph now.

@@ -249,6 +249,18 @@ impl Opening {
         self.open_one(engine, spec, names.clone(), served, self.write_parent)
     }
 
+    /// How an image is opened that is to be the parent of a disk.
+    pub fn options_of_parents(&self) -> OpenOptions {
+        OpenOptions {
+            read_only: true,
+            allow_parents: self.allow_parents.clone(),
+            parent_format: self.parent_format,
+            allow_data_file: self.allow_data_file,
+            no_lock: self.no_lock,
+            ..OpenOptions::default()
+        }
+    }
+
     fn open_one(
         &self,
         engine: &Engine,
@@ -260,12 +272,8 @@ impl Opening {
         let options = OpenOptions {
             format: spec.format.or(self.format),
             read_only: spec.read_only,
-            allow_parents: self.allow_parents.clone(),
-            parent_format: self.parent_format,
-            allow_data_file: self.allow_data_file,
-            no_lock: self.no_lock,
             write_parent,
-            ..OpenOptions::default()
+            ..self.options_of_parents()
         };
         let (graph, checkpoints) = self.open_patiently(engine, spec, &options, served)?;
         let open = self.opened(graph, checkpoints, spec, names);

@@ -375,6 +375,14 @@ impl DiskJobs {
         self.hold_beside("a pause", |_| false)
     }
 
+    /// Keeps jobs away while the disk goes back to a snapshot.
+    ///
+    /// # Errors
+    /// `Busy` while the disk has a job, or something else changes its images.
+    pub fn hold_for_revert(self: &Arc<Self>) -> Result<Held> {
+        self.hold_beside("a revert", |_| false)
+    }
+
     fn hold_beside(self: &Arc<Self>, what: &'static str, goes_with: fn(&What) -> bool) -> Result<Held> {
         let mut state = self.state();
         state.check_free(goes_with)?;

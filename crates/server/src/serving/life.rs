@@ -128,7 +128,8 @@ impl Server {
         Ok(subjects)
     }
 
-    fn plan(&self, open: &Open, name: &str) -> Result<Plan> {
+    /// The plan of the snapshot `name` of a disk.
+    pub(super) fn plan(&self, open: &Open, name: &str) -> Result<Plan> {
         if !matches!(open.source, Locator::Path(_)) {
             let what = format!("{} has no folder in which a snapshot could lie", open.label);
             return Err(Error::new(ErrorKind::Unsupported, what).hint("only disks in files have snapshots"));

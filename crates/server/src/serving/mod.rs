@@ -29,6 +29,7 @@ pub mod metrics;
 pub mod offline;
 pub mod pausing;
 mod resizing;
+mod reverting;
 pub mod serve;
 pub mod server;
 pub mod sockets;

@@ -362,6 +362,8 @@ impl Server {
                 }
                 Ok(Event::Snapshot(call)) => self.begin_snapshot(call),
                 Ok(Event::Pause(call)) => self.begin_pause(call),
+                Ok(Event::Revert(call)) => self.begin_revert(call),
+                Ok(Event::InUse(name, ask)) => self.tell_user(&name, ask),
                 Ok(Event::Resized(resized)) => self.end_resize(resized),
                 Ok(Event::Exchanged(name, graph)) => self.note_exchange(&name, &graph),
                 Ok(Event::Signal | Event::Ended) | Err(_) => return Ok(End::Stops),

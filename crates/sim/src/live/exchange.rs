@@ -22,12 +22,13 @@ use crate::turns::pause;
 const NUMBER_BYTES: u64 = 4096;
 
 /// An image in a chain, just exchanged.
-struct Exchanged {
-    disk: usize,
-    made: Made<SimStore>,
-    oracle: Oracle,
-    epoch: OldEpoch<LiveGraph>,
-    new: Arc<LiveGraph>,
+pub(super) struct Exchanged {
+    pub disk: usize,
+    pub made: Made<SimStore>,
+    pub oracle: Oracle,
+    pub epoch: OldEpoch<LiveGraph>,
+    /// The graph right over it.
+    pub new: Arc<LiveGraph>,
 }
 
 /// A disk by its number, its snapshot, and the graph that it is to have.
@@ -68,6 +69,13 @@ impl Host {
         let mut number = [0; 8];
         page.copy_to_slice(0, &mut number);
         Ok(u64::from_le_bytes(number))
+    }
+
+    /// Has `to` hold the number that `from` holds.
+    pub(super) async fn copy_number(&self, from: &LiveGraph, to: &LiveGraph) -> Result<()> {
+        let page = Segments::zeroed(NUMBER_BYTES as usize);
+        from.read(Self::numbers_at(), &page).await?;
+        to.write(Self::numbers_at(), &page, false).await
     }
 
     /// Exchanges some of the disks, `rounds` times; each round's old leaves are sealed while the next round goes on.
@@ -184,7 +192,7 @@ impl Host {
         self.accept("a snapshot", error);
     }
 
-    async fn plan(&self, node: &LiveNode, disk: usize) -> Plan {
+    pub(super) async fn plan(&self, node: &LiveNode, disk: usize) -> Plan {
         let number = self.disks[disk].snapshots.replace(self.disks[disk].snapshots.get() + 1);
         let layers = node.graph().await.graph.layers();
         let plan = Plan::new(&layers, None, &format!("disk{disk}-{number}"), &[]);
@@ -201,7 +209,7 @@ impl Host {
     }
 
     /// Waits for the old epochs, seals their leaves, and judges what these hold, twice.
-    async fn seal(self: Rc<Self>, exchanged: Vec<Exchanged>, mut rng: Rng) {
+    pub(super) async fn seal(self: Rc<Self>, exchanged: Vec<Exchanged>, mut rng: Rng) {
         let mut numbers = Vec::new();
         for Exchanged { disk, made, mut oracle, epoch, new } in exchanged {
             let old = epoch.graph().clone();

@@ -1,21 +1,26 @@
-//! The way back: when the disks of a life are closed, one of them goes back to what one of its snapshots holds.
+//! The way back: a disk goes back to what one of its snapshots holds, when the disks of a life are closed, or while clients work.
 //!
 //! The process may end at any step of it. Then the disk is as it was or has gone back, as its path tells; and once the way back has
 //! succeeded, no crash undoes it.
 
-use std::cell::RefCell;
-use std::path::Path;
+use std::path::PathBuf;
 use std::rc::Rc;
+use std::sync::Arc;
 
-use spile_core::Result;
+use spile_core::{Disk, Result};
 use spile_image::create::{NewImage, NewParent};
-use spile_life::revert::revert;
+use spile_image::{Graph, OpenOptions};
+use spile_life::revert::{Back, Failure};
+use spile_life::snapshot;
 
+use super::exchange::Exchanged;
 use super::files::LiveFiles;
-use super::graph::Broken;
-use super::{Host, LiveDisk};
+use super::graph::{Broken, LiveGraph};
+use super::{Frozen, Host, LiveDisk, LiveNode};
 use crate::oracle::Oracle;
 use crate::rng::Rng;
+use crate::store::SimStore;
+use crate::turns::pause;
 
 /// A way back that was begun.
 pub(super) struct GoingBack {
@@ -28,33 +33,143 @@ pub(super) struct GoingBack {
     is_done: bool,
 }
 
+/// So often a disk in use looks whether there is a snapshot that it can go back to.
+const MOST_LOOKS: u32 = 60;
+
+/// A snapshot that a disk may go back to.
+struct Chosen {
+    disk: usize,
+    path: PathBuf,
+    oracle: Oracle,
+}
+
 impl Host {
+    fn choose(&self, rng: &mut Rng) -> Option<Chosen> {
+        let frozen = self.frozen.borrow();
+        (!frozen.is_empty()).then(|| {
+            let Frozen { disk, path, oracle } = &frozen[rng.index(frozen.len())];
+            Chosen { disk: *disk, path: path.clone(), oracle: oracle.borrow().clone() }
+        })
+    }
+
     /// Has one disk go back, if it has a snapshot.
     pub(super) async fn go_back(self: Rc<Self>, mut rng: Rng) {
-        crate::turns::pause(&mut rng, 20).await;
-        let chosen = {
-            let frozen = self.frozen.borrow();
-            (!frozen.is_empty()).then(|| {
-                let chosen = &frozen[rng.index(frozen.len())];
-                (chosen.disk, chosen.path.clone(), chosen.oracle.clone())
-            })
-        };
-        let Some((disk, snapshot, oracle)) = chosen else { return };
-        if let Err(error) = self.go_back_to(disk, &snapshot, &oracle).await {
+        pause(&mut rng, 20).await;
+        let Some(chosen) = self.choose(&mut rng) else { return };
+        let disk = chosen.disk;
+        // One that was begun while the disk was in use, and has failed.
+        self.settle_way_back(disk);
+        if let Err(error) = self.go_back_to(chosen).await {
             self.accept("a way back", &error);
             // As after any error that comes behind a change: the path tells what the disk is.
             self.settle_way_back(disk);
         }
         // Time for a crash behind it.
-        crate::turns::pause(&mut rng, 200).await;
+        pause(&mut rng, 200).await;
     }
 
-    async fn go_back_to(&self, disk: usize, snapshot: &Path, oracle: &Rc<RefCell<Oracle>>) -> Result<()> {
-        let path = self.path(disk);
-        let graph = self.open(disk, &path, false).await?.graph;
-        let base = self.open(disk, snapshot, true).await?.graph;
+    async fn go_back_to(&self, chosen: Chosen) -> Result<()> {
+        let path = self.path(chosen.disk);
+        let graph = self.open(chosen.disk, &path, false).await?.graph;
+        let base = self.open(chosen.disk, &chosen.path, true).await?.graph;
+        let new = self.begin_way_back(&chosen, &base, base.size_bytes());
+        let files = self.files_of_way_back();
+        let back = Back { files: &files, env: self.world.env(), base: &base, new: &new, given: None };
+        back.revert(&graph).await?;
+        if let Some(begun) = &mut *self.disks[chosen.disk].going_back.borrow_mut() {
+            begun.is_done = true;
+        }
+        self.count(|summary| summary.went_back += 1);
+        Ok(())
+    }
+
+    /// Has one disk go back while clients use it, if it has a snapshot.
+    pub(super) async fn go_back_in_use(self: Rc<Self>, nodes: Vec<LiveNode>, mut rng: Rng) {
+        for _ in 0..MOST_LOOKS {
+            pause(&mut rng, 200).await;
+            if let Some(chosen) = self.choose(&mut rng)
+                && self.disks[chosen.disk].claim(self.broken)
+            {
+                return self.go_back_claimed(&nodes[chosen.disk], chosen, rng).await;
+            }
+        }
+    }
+
+    async fn go_back_claimed(self: Rc<Self>, node: &LiveNode, chosen: Chosen, mut rng: Rng) {
+        let disk = chosen.disk;
+        match self.exchange_back(node, chosen, &mut rng).await {
+            Ok(kept) => {
+                self.disks[disk].is_claimed.set(false);
+                self.seal(kept.into_iter().collect(), rng).await;
+            }
+            // A disk whose number is not known any more gets no snapshot with others.
+            Err(error) => self.accept("a way back of a disk in use", &error),
+        }
+    }
+
+    /// Returns the snapshot of what the disk held before, if that was kept.
+    async fn exchange_back(&self, node: &LiveNode, chosen: Chosen, rng: &mut Rng) -> Result<Option<Exchanged>> {
+        let disk = &self.disks[chosen.disk];
+        let old = node.graph().await;
+        let base = self.open(chosen.disk, &chosen.path, true).await?.graph;
+        // The disk went back to a shorter one before. One that is used keeps its size.
+        if base.size_bytes() > node.info().size_bytes {
+            return Ok(None);
+        }
+        let kept = match rng.chance(1, 2) {
+            true => {
+                let plan = self.plan(node, chosen.disk).await;
+                Some(snapshot::prepare(&self.files(), self.world.env(), &old.graph, &plan).await?.into_parts())
+            }
+            false => None,
+        };
+        let now = kept.as_ref().map_or(&old.graph, |(_, over)| over);
+        let new = self.begin_way_back(&chosen, &base, node.info().size_bytes);
+        let files = self.files_of_way_back();
+        let back = Back { files: &files, env: self.world.env(), base: &base, new: &new, given: None };
+        let wrap = |graph| LiveGraph { graph, broken: self.broken };
+        let exchanged = match back.make_ready(now, &OpenOptions::default(), wrap).await {
+            Ok(ready) => {
+                pause(rng, 60).await;
+                let in_flight = node.hold().await?;
+                if self.broken != Broken::BackInFlight {
+                    in_flight.ended().await;
+                }
+                let before = disk.oracle.borrow().clone();
+                let exchanged = back.exchange(node, now, &ready).await;
+                let mut copied = Ok(());
+                if exchanged.is_ok() {
+                    disk.oracle.borrow_mut().go_back(&chosen.oracle);
+                    disk.going_back.take();
+                    self.count(|summary| summary.went_back_in_use += 1);
+                    // The numbers of this life are not what has gone back.
+                    copied = self.copy_number(&old, &ready.graph).await;
+                }
+                node.let_go().await;
+                copied?;
+                exchanged.map(|epoch| (epoch, before))
+            }
+            Err(error) => Err(Failure::AsItWas(error)),
+        };
+        match (exchanged, kept) {
+            (Ok((epoch, oracle)), Some((made, over))) => {
+                let over = Arc::new(LiveGraph { graph: over, broken: self.broken });
+                Ok(Some(Exchanged { disk: chosen.disk, made, oracle, epoch, new: over }))
+            }
+            (Ok(_), None) => Ok(None),
+            (Err(Failure::AsItWas(error)), Some((made, over))) => {
+                let error = back.given_up(&over, error).await;
+                snapshot::take_back(&self.files(), &made).await?;
+                Err(error)
+            }
+            (Err(Failure::AsItWas(error) | Failure::Closed(error)), _) => Err(error),
+        }
+    }
+
+    /// Notes that the way back begins, and returns the disk's new leaf.
+    fn begin_way_back(&self, chosen: &Chosen, base: &Graph<SimStore>, size_bytes: u64) -> NewImage {
         let layers = base.layers();
-        let name = snapshot.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let name = chosen.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let parent = NewParent {
             relative_path: name.clone(),
             name,
@@ -62,24 +177,20 @@ impl Host {
             identity: layers[0].identity,
             changed_unix_s: layers[0].facts.changed_unix_s,
         };
-        let size_bytes = layers[0].virtual_bytes;
-        let new = NewImage { parent: Some(parent), ..NewImage::new(size_bytes) };
-        let old_file = self.world.file_number(&path);
-        let begun = GoingBack { old_file, oracle: oracle.borrow().clone(), size_bytes, is_done: false };
-        *self.disks[disk].going_back.borrow_mut() = Some(begun);
-        // The rules of the snapshot are broken elsewhere.
+        let old_file = self.world.file_number(&self.path(chosen.disk));
+        let begun = GoingBack { old_file, oracle: chosen.oracle.clone(), size_bytes, is_done: false };
+        *self.disks[chosen.disk].going_back.borrow_mut() = Some(begun);
+        NewImage { parent: Some(parent), ..NewImage::new(size_bytes) }
+    }
+
+    /// The rules of the snapshot are broken elsewhere.
+    fn files_of_way_back(&self) -> LiveFiles {
         let broken = match self.broken {
             Broken::BackNotDurable => Broken::RenameNotDurable,
             Broken::BackLeafNotDurable => Broken::LeafNotDurable,
             _ => Broken::Nothing,
         };
-        let files = LiveFiles::new(self.world.files(), broken);
-        revert(&files, self.world.env(), &graph, &layers, &new, None).await?;
-        if let Some(begun) = &mut *self.disks[disk].going_back.borrow_mut() {
-            begun.is_done = true;
-        }
-        self.count(|summary| summary.went_back += 1);
-        Ok(())
+        LiveFiles::new(self.world.files(), broken)
     }
 
     /// Looks what has become of the way back of a disk: nobody uses the disk.

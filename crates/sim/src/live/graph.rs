@@ -33,6 +33,8 @@ pub enum Broken {
     BackNotDurable,
     /// On the way back the new leaf takes the disk's path before it is durable.
     BackLeafNotDurable,
+    /// A disk that is used goes back while requests are at it.
+    BackInFlight,
     /// A disk grows while its snapshot is made.
     GrownMeanwhile,
     /// Requests that should wait for trouble to pass are reported instead.

@@ -16,8 +16,8 @@
 //! - **The disk's path names its leaf**, at every moment and after every crash, and nothing half-made is left once the disk was opened.
 //! - **A set of snapshots that is there in part says so**, once its disks were opened again.
 //! - **A size that was told stays.** So a disk does not grow while its snapshot is made.
-//! - **A disk that goes back** to what a snapshot holds, while nobody uses it, holds that or what it held, whatever ends the process; and what it
-//!   holds, once it has gone back, for ever.
+//! - **A disk that goes back** to what a snapshot holds, while nobody uses it or while clients work, holds that or what it held, whatever ends the
+//!   process; and what it holds, once it has gone back, for ever. No request that was answered falls between the two.
 
 mod exchange;
 mod files;
@@ -96,6 +96,8 @@ struct Host {
     later_rng: RefCell<Rng>,
     /// Draws the ways back.
     back_rng: RefCell<Rng>,
+    /// Draws those of disks in use.
+    in_use_rng: RefCell<Rng>,
     summary: Cell<LiveSummary>,
     /// Exchanges are still to come in this life.
     is_exchanging: Cell<bool>,
@@ -116,6 +118,8 @@ summary! {
         pub grown: u64,
         /// Disks that went back to a snapshot.
         pub went_back: u64,
+        /// Disks that went back while clients worked.
+        pub went_back_in_use: u64,
         /// Sets of snapshots that were found there in part, once their disks were opened again.
         pub half_sets: u64,
     }
@@ -150,6 +154,7 @@ pub fn run_live(seed: u64, broken: Broken, trace: bool) -> Result<LiveSummary, F
         waits: Cell::new(false),
         later_rng: RefCell::new(Rng::new(seed).split(51)),
         back_rng: RefCell::new(Rng::new(seed).split(52)),
+        in_use_rng: RefCell::new(Rng::new(seed).split(53)),
         summary: Cell::default(),
         is_exchanging: Cell::new(false),
     });
@@ -320,10 +325,15 @@ impl Host {
             self.is_exchanging.set(!later.chance(1, 4));
             executor.spawn(self.clone().write_numbers(nodes.clone()));
             executor.spawn(self.clone().grow(nodes.clone(), grows));
-            match self.is_exchanging.get() {
-                true => executor.spawn(self.clone().exchanges(nodes, exchanges, rounds)),
-                false => drop(nodes),
+            if self.is_exchanging.get() {
+                executor.spawn(self.clone().exchanges(nodes.clone(), exchanges, rounds));
             }
+            let mut in_use = self.in_use_rng.borrow_mut();
+            if self.is_exchanging.get() && in_use.chance(2, 3) {
+                executor.spawn(self.clone().go_back_in_use(nodes.clone(), Rng::new(in_use.word())));
+            }
+            // Whoever opens the disks again finds no share of them here.
+            drop(nodes);
             executor.spawn(self.clone().hang(Rng::new(later.word())));
             executor.spawn(self.clone().relieve(life.faults.clone(), Rng::new(later.word())));
         }

@@ -7,18 +7,17 @@ use clap::Args;
 use serde::Serialize;
 use spile_core::{Error, ErrorKind, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
-use spile_image::create::{NewImage, NewParent};
-use spile_image::{Format, LayerInfo, OpenOptions, check_parents};
-use spile_server::family;
+use spile_image::create::NewImage;
+use spile_image::{Format, OpenOptions};
+use spile_server::host::Host;
 use spile_server::new_file::folder_of;
+use spile_server::parents::{check_place, new_parent, note_child, real};
 use spile_store::{CacheMode, OsFiles};
 use utoipa::ToSchema;
 
-use super::gc::Host;
 use super::options::{FormatArgs, Preallocate};
 use super::{Exit, ParentArgs, on_engine, parse_format, parse_subformat, print_json, say, space, text_of};
 use crate::disks;
-use crate::log::complain;
 use crate::units::{format_size, parse_size};
 
 /// Create an empty disk
@@ -214,76 +213,5 @@ impl Child {
         create(&self.path, self.format, &new, self.options.no_lock).await?;
         drop(base);
         Ok(size_bytes)
-    }
-}
-
-/// Looks whether a child at `child` could be opened with these as its parents, in its folder or in the `allowed` ones.
-///
-/// # Errors
-/// `Denied`; the system's when there is no such folder.
-pub fn check_place(child: &Path, parents: &[&Path], allowed: &[PathBuf]) -> Result<()> {
-    let allowed = allowed.iter().map(|folder| real(folder)).collect::<Result<Vec<_>>>()?;
-    check_parents(&real(folder_of(child))?, parents, &allowed)
-}
-
-/// The path without links and `..`.
-fn real(path: &Path) -> Result<PathBuf> {
-    path.canonicalize().map_err(|e| Error::io("find", e)).at_path(path)
-}
-
-/// Notes beside `parent` that the file at `child`, a whole path, is to be its child, if it lies in another folder.
-///
-/// # Errors
-/// As [`family::note_far_child`]; where the parent's folder cannot be changed, it is only said.
-pub fn note_child(parent: &LayerInfo, child: &Path) -> Result<()> {
-    match family::note_far_child(&parent.path, child) {
-        Err(error) if matches!(error.kind(), ErrorKind::ReadOnly | ErrorKind::Denied) => {
-            let (parent, child) = (parent.path.display(), child.display());
-            complain(format_args!("{error}: nobody who deletes or writes {parent} is told that {child} needs it"));
-            Ok(())
-        }
-        noted => noted,
-    }
-}
-
-/// How a child at `child` names the image `parent`.
-///
-/// # Errors
-/// `InvalidInput` when the parent's path cannot be written down in an image; the system's.
-pub fn new_parent(child: &Path, parent: &LayerInfo) -> Result<NewParent> {
-    let folder = real(folder_of(child))?;
-    let path = real(&parent.path)?;
-    let relative_path = relative(&folder, &path).ok_or_else(|| {
-        let error = Error::new(ErrorKind::InvalidInput, "an image cannot name a parent whose path is not UTF-8");
-        error.at_path(&path).hint("rename the parent, or its folder")
-    })?;
-    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    Ok(NewParent {
-        relative_path,
-        name,
-        format: parent.format,
-        identity: parent.identity,
-        changed_unix_s: parent.facts.changed_unix_s,
-    })
-}
-
-/// The way from one folder to a file, both canonical; `None` when it is not UTF-8.
-fn relative(folder: &Path, file: &Path) -> Option<String> {
-    let shared = folder.components().zip(file.components()).take_while(|(a, b)| a == b).count();
-    let ups = folder.components().skip(shared).map(|_| Some(".."));
-    let downs = file.components().skip(shared).map(|part| part.as_os_str().to_str());
-    ups.chain(downs).collect::<Option<Vec<_>>>().map(|parts| parts.join("/"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ways_between_folders() {
-        let way = |folder, file| relative(Path::new(folder), Path::new(file)).unwrap();
-        assert_eq!(way("/a/b", "/a/b/p.vhd"), "p.vhd");
-        assert_eq!(way("/a/b", "/a/c/p.vhd"), "../c/p.vhd");
-        assert_eq!(way("/", "/p.vhd"), "p.vhd");
     }
 }

@@ -14,21 +14,20 @@ use clap::Args;
 use nix::sys::signal::Signal;
 use serde::Serialize;
 use serde_json::json;
-use spile_core::{Disk as _, Env, Error, ErrorKind, Locator, Result, ResultExt};
-use spile_engine::OsEnv;
+use spile_core::{Disk as _, Error, ErrorKind, Locator, Result, ResultExt};
 use spile_image::{Graph, OpenOptions};
-use spile_life::base::refuse_unfit;
-use spile_life::gc::{self, Kind, Next, Tools, next_merge, tidy};
+use spile_life::gc::{self, Kind, Next, next_merge};
 use spile_life::jobs::{Note, Plan, State, Wishes};
 use spile_node::Node;
 use spile_server::checkpoints::Checkpoints;
 use spile_server::family;
+use spile_server::host::Host;
 use spile_server::jobs::{self, Access};
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, typed};
 use spile_server::serving::api::types::{Failure, Job, JobList};
 use spile_server::serving::jobs::{DiskJob, What};
 use spile_server::serving::offline::OwnJobs;
-use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
+use spile_store::{CacheMode, HostStore};
 use utoipa::ToSchema;
 
 use super::coalesce::parse_rate;
@@ -245,43 +244,6 @@ fn look(folder: &Path) -> Result<Vec<Found>> {
     })
 }
 
-/// The files and the clock of this host.
-pub(super) struct Host {
-    files: HostFiles,
-    asking: HostFiles,
-    env: Arc<dyn Env>,
-}
-
-impl Host {
-    pub(super) fn new() -> Self {
-        let files = HostFiles::new(OsFiles::new(CacheMode::Page));
-        let asking = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(true));
-        Self { files, asking, env: Arc::new(OsEnv) }
-    }
-
-    pub(super) fn tools(&self) -> Tools<'_, HostFiles> {
-        Tools { files: &self.files, asking: &self.asking, env: &self.env }
-    }
-
-    /// The files of the folder of `image`, a whole path.
-    pub(super) async fn beside(&self, image: &Path) -> Result<Vec<PathBuf>> {
-        family::files_in(image.parent().unwrap_or(Path::new("/"))).await
-    }
-
-    /// Refuses the image at `path` as a parent, as [`refuse_unfit`] does. Nothing that is no file can have become one that it refuses.
-    pub(super) async fn refuse_unfit(&self, path: &Path) -> Result<()> {
-        match path.is_absolute() && !path.starts_with("/dev") {
-            true => refuse_unfit(&self.tools(), path, &self.beside(path).await?).await,
-            false => Ok(()),
-        }
-    }
-
-    /// Removes the note of `image` when it says nothing.
-    async fn tidy(&self, image: &Path) -> Result<()> {
-        tidy(&self.tools(), &self.beside(image).await?, image).await
-    }
-}
-
 /// Does all that was found. Returns what was met, by the path of the disk.
 fn work_on_all(found: &[Found], rate: Option<u64>, ending: &Ending) -> BTreeMap<String, Trouble> {
     let paths = |is_note: bool| {
@@ -399,7 +361,7 @@ fn merge_by(server: &Path, name: &str, disk: &Path, next: &Next, rate: Option<u6
 /// The merge that the server of the disk `name` has begun and given up when the disk had the child no more: the parent is to take its name still.
 fn left_merge(disk: &Path, server: &Path, name: &str) -> Result<Option<Next>> {
     let at = disk.to_owned();
-    let left = on_engine(move || async move { Note::look(&Host::new().asking, &at).await })?;
+    let left = on_engine(move || async move { Note::look(Host::new().tools().asking, &at).await })?;
     let Some(Note { plan: Plan::Coalesce(merged), .. }) = left else { return Ok(None) };
     let is_given_up = merged.keeps_name && running(server, name, &merged.path)?.is_none();
     Ok(is_given_up.then_some(Next { child: merged.path, parent: merged.parent }))

@@ -328,6 +328,7 @@ says so, and the move goes on."],
         examples: &[
             ("spile revert disk.vhd monday.vhd --discard", "loses what was written since"),
             ("spile revert disk.vhd monday.vhd --keep tuesday", "tuesday.vhd is what the disk held"),
+            ("spile revert disk monday --keep tuesday", "the same by names, of a disk that is served"),
         ],
         notes: &[JSON],
     },

@@ -13,12 +13,12 @@ use spile_image::{Format, Graph, OpenOptions, open_layer};
 use spile_life::rebase::{Difference, check, compare, copy_differing, name_parent, over, refuse_other};
 use spile_server::checkpoints::{self, Checkpoints};
 use spile_server::family;
+use spile_server::host::Host;
 use spile_server::jobs::Access;
+use spile_server::parents::{check_place, new_parent, note_child};
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
-use super::create::{check_place, new_parent, note_child};
-use super::gc::Host;
 use super::revert::{file_at, is_same_file, refuse_served};
 use super::{Exit, ParentArgs, on_engine, parse_format, print_json, say};
 use crate::disks;

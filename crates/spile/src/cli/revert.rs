@@ -1,31 +1,30 @@
-//! `spile revert` and `spile delete`: disks that nobody uses go back to a snapshot, or go.
+//! `spile revert` and `spile delete`: disks go back to a snapshot, or go.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::Args;
 use serde::Serialize;
-use spile_core::{Disk as _, Error, ErrorKind, Extent, Files as _, Locator, Result, ResultExt};
+use serde_json::json;
+use spile_core::{Error, ErrorKind, Files as _, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
-use spile_image::create::NewImage;
-use spile_image::{Format, Graph, LayerInfo, OpenOptions, check_new_child};
+use spile_image::{Format, Graph, OpenOptions};
 use spile_life::delete;
 use spile_life::gc::{Family, Verdict, verdict};
 use spile_life::merge::is_called;
-use spile_life::revert::revert;
-use spile_life::snapshot::{Made, Plan, prepare, take_back};
+use spile_life::snapshot::{Plan, prepare};
 use spile_server::backup::Manifest;
 use spile_server::checkpoints::Checkpoints;
+use spile_server::host::Host;
 use spile_server::jobs::Access;
-use spile_server::serving::api::client::{LOOK_PATIENCE, ask};
+use spile_server::revert::{Ground, taken_back};
+use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, typed};
 use spile_server::serving::api::discovery;
-use spile_server::serving::api::types::DiskDetail;
+use spile_server::serving::api::types::{DiskDetail, NewRevert, Reverted};
 use spile_store::{CacheMode, FileId, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
 use super::control::path_of;
-use super::create::{new_parent, note_child};
-use super::gc::Host;
 use super::snapshot::find;
 use super::{Exit, ParentArgs, existing, on_engine, parse_format, print_json, say};
 use crate::disks;
@@ -34,11 +33,11 @@ use crate::units::format_size;
 /// Have a disk go back to what a snapshot holds
 ///
 /// The disk's path names a new, empty child of the snapshot then, in one step. What was written to the disk since is lost, or kept
-/// under a name. Nobody may use the disk meanwhile; end or detach its virtual machine first.
+/// under a name. A disk may stay served, but its virtual machine has to be off: a guest would go on with what it has read before.
 #[derive(Debug, Args)]
 #[command(group(clap::ArgGroup::new("rest").required(true)))]
 pub struct RevertArgs {
-    /// The disk, by its path
+    /// The disk: by its name on a server, or by its path
     disk: PathBuf,
     /// The image to go back to: a snapshot of this disk, by its name or its path, or any other image
     snapshot: PathBuf,
@@ -48,7 +47,10 @@ pub struct RevertArgs {
     /// Keep what the disk holds now under this name, as `spile snapshot --name` does
     #[arg(long, value_name = "NAME", group = "rest")]
     keep: Option<String>,
-    /// The disk's format, instead of what its extension says
+    /// Also while guests or clients are connected to the disk: say it only if nothing in the guest has it mounted or open
+    #[arg(long)]
+    in_use: bool,
+    /// The format of a disk that is not served, instead of what its extension says
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     #[command(flatten)]
@@ -78,17 +80,6 @@ pub struct DeleteArgs {
     /// Print one JSON object instead of text
     #[arg(long)]
     json: bool,
-}
-
-/// A disk that has gone back.
-#[derive(Debug, Serialize, ToSchema)]
-pub struct Reverted {
-    /// The disk.
-    path: String,
-    /// What it holds now.
-    snapshot_path: String,
-    /// What it held before, if that was kept.
-    kept_path: Option<String>,
 }
 
 /// An image that is gone, or is not to go after all.
@@ -133,35 +124,53 @@ pub(super) fn file_at(disk: &Path) -> Result<Locator> {
 /// When the disk or the snapshot cannot be opened, or the disk is in use or has a job that is not finished; the storage's. The disk is
 /// as it was then.
 pub fn run(args: &RevertArgs) -> Result<Exit> {
-    refuse_served(&args.disk)?;
-    let snapshot = with_extension_of(&args.snapshot, &args.disk);
-    let (at, base) = (file_at(&args.disk)?, file_at(&snapshot)?);
-    if is_same_file(&args.disk, &snapshot) {
-        let error = Error::new(ErrorKind::InvalidInput, "this is the disk itself").at_path(&snapshot);
-        return Err(error.hint("name the snapshot that it is to go back to; `spile tree` shows them"));
-    }
-    let read = args.parents.read_only(None);
-    let write = OpenOptions { format: args.format, read_only: false, ..read.clone() };
-    let keep = args.keep.clone();
-    let path = |path: PathBuf| path.display().to_string();
-    let (disk, snapshot, kept) = on_engine(move || async move { go_back(&at, &base, &read, &write, keep).await })?;
-    let reverted = Reverted { path: path(disk), snapshot_path: path(snapshot), kept_path: kept.map(path) };
+    let reverted = match find(&args.disk)? {
+        Some((server, name)) => served(args, &server, &name)?,
+        None => offline(args)?,
+    };
     if args.json {
         return print_json(&reverted).map(|()| Exit::Ok);
     }
     say(format_args!("{} holds what {} holds", reverted.path, reverted.snapshot_path));
     reverted.kept_path.iter().for_each(|kept| say(format_args!("{kept}: what it held before")));
+    reverted.trouble.iter().for_each(|trouble| say(format_args!("but {trouble}")));
     Ok(Exit::Ok)
 }
 
-/// The snapshot that is meant by `snapshot`: its path, or that without the extension of the disk; what is only a name is looked for beside the
-/// disk, too.
-fn with_extension_of(snapshot: &Path, disk: &Path) -> PathBuf {
-    let extension = disk.extension().unwrap_or_default().to_string_lossy().into_owned();
-    let beside = is_only_name(snapshot).then(|| disk.with_file_name(snapshot));
-    let places = std::iter::once(snapshot.to_owned()).chain(beside);
-    let mut found = places.flat_map(|place| [place.clone(), longer(&place, &extension)]).filter(|path| path.exists());
-    found.next().unwrap_or_else(|| snapshot.to_owned())
+/// Has the disk `name` of `server` go back.
+fn served(args: &RevertArgs, server: &Path, name: &str) -> Result<Reverted> {
+    let detail: DiskDetail = ask(server, "GET", &path_of(name), LOOK_PATIENCE)?;
+    let leaf = detail.layers.first().map_or_else(|| PathBuf::from(&detail.disk.path), |leaf| leaf.path.clone().into());
+    let snapshot = snapshot_of(&args.snapshot, &leaf, || parents_of(&detail))?;
+    let snapshot = std::path::absolute(&snapshot).map_err(|e| Error::io("find", e)).at_path(&snapshot)?;
+    let order = json!(NewRevert {
+        snapshot_path: snapshot.display().to_string(),
+        keep: args.keep.clone(),
+        discard: args.discard,
+        in_use: args.in_use,
+    });
+    typed(call(server, "POST", &format!("{}/revert", path_of(name)), Some(&order), CHANGE_PATIENCE)?)
+}
+
+/// Has a disk go back that nobody serves.
+fn offline(args: &RevertArgs) -> Result<Reverted> {
+    let (at, base) = (file_at(&args.disk)?, file_at(&snapshot_of(&args.snapshot, &args.disk, Vec::new)?)?);
+    let read = args.parents.read_only(None);
+    let write = OpenOptions { format: args.format, read_only: false, ..read.clone() };
+    let keep = args.keep.clone();
+    let path = |path: PathBuf| path.display().to_string();
+    let (disk, snapshot, kept) = on_engine(move || async move { go_back(&at, &base, &read, &write, keep).await })?;
+    Ok(Reverted { path: path(disk), snapshot_path: path(snapshot), kept_path: kept.map(path), trouble: None })
+}
+
+/// The image that a disk whose leaf lies at `disk` is to go back to.
+fn snapshot_of(snapshot: &Path, disk: &Path, parents: impl FnOnce() -> Vec<PathBuf>) -> Result<PathBuf> {
+    let found = named_image(snapshot, Some(disk), parents)?;
+    if is_same_file(disk, &found) {
+        let error = Error::new(ErrorKind::InvalidInput, "this is the disk itself").at_path(&found);
+        return Err(error.hint("name the snapshot that it is to go back to; `spile tree` shows them"));
+    }
+    Ok(found)
 }
 
 /// `path` with one more extension.
@@ -172,22 +181,39 @@ fn longer(path: &Path, extension: &str) -> PathBuf {
     longer.into()
 }
 
-fn is_only_name(path: &Path) -> bool {
-    path.parent() == Some(Path::new(""))
-}
-
-/// The image that is meant by `image`: its path, or that without its extension; or what a disk that is served has as a parent called so.
+/// The image that is meant by `image`: its path; or, when it is only a name, an image that is called so, with or without its extension, in this folder
+/// or beside `disk`, if one is given; or when there is none, one of what `parents` returns that is called so. An extension that is left out is that of the
+/// disk.
 ///
 /// # Errors
 /// `InvalidInput` when several are called so.
-fn named_image(image: &Path) -> Result<PathBuf> {
-    if std::fs::symlink_metadata(image).is_ok() || find(image).is_ok() {
-        return Ok(image.to_owned());
+fn named_image(image: &Path, disk: Option<&Path>, parents: impl FnOnce() -> Vec<PathBuf>) -> Result<PathBuf> {
+    let is_name = image.parent() == Some(Path::new(""));
+    let of_disk = disk.and_then(Path::extension).map(|extension| extension.to_string_lossy().into_owned());
+    let extensions = of_disk.map_or_else(
+        || Format::ALL.iter().map(|format| format.about().name.to_owned()).collect(),
+        |extension| vec![extension],
+    );
+    let beside = disk.filter(|_| is_name).map(|disk| disk.with_file_name(image));
+    let mut found: Vec<PathBuf> = Vec::new();
+    for place in std::iter::once(image.to_owned()).chain(beside) {
+        // The name as it was said goes before longer ones.
+        let longer = extensions.iter().map(|extension| longer(&place, extension));
+        let there: Vec<_> = match is_image(&place) {
+            true => vec![place],
+            false => longer.filter(|path| is_image(path)).collect(),
+        };
+        for path in there {
+            if !found.iter().any(|other| is_same_file(other, &path)) {
+                found.push(path);
+            }
+        }
     }
-    let extensions = Format::ALL.iter().map(|format| format.about().name);
-    let mut found: Vec<_> = extensions.map(|extension| longer(image, extension)).filter(|path| path.exists()).collect();
-    if found.is_empty() && is_only_name(image) {
-        found = served_parents(&image.to_string_lossy());
+    if found.is_empty() && is_name {
+        let name = image.to_string_lossy();
+        found = parents().into_iter().filter(|path| is_called(path, &name)).collect();
+        found.sort_unstable();
+        found.dedup();
     }
     match &found[..] {
         [] => Ok(image.to_owned()),
@@ -195,25 +221,28 @@ fn named_image(image: &Path) -> Result<PathBuf> {
         several => {
             let names: Vec<_> = several.iter().map(|path| path.display().to_string()).collect();
             let what = format!("several images are called {}", image.display());
-            Err(Error::new(ErrorKind::InvalidInput, what).hint(format!("say which: {}", names.join(", "))))
+            let hint = format!("say which, by a path with a / in it: {}", names.join(", "));
+            Err(Error::new(ErrorKind::InvalidInput, what).hint(hint))
         }
     }
 }
 
-/// The parents called `name` of the disks that servers of this host have.
-fn served_parents(name: &str) -> Vec<PathBuf> {
-    let mut found = Vec::new();
-    for (server, disks) in discovery::servers().unwrap_or_default() {
-        for disk in disks {
-            let detail: Result<DiskDetail> = ask(&server, "GET", &path_of(&disk.name), LOOK_PATIENCE);
-            let layers = detail.map(|detail| detail.layers).unwrap_or_default();
-            let parents = layers.into_iter().skip(1).map(|layer| PathBuf::from(layer.path));
-            found.extend(parents.filter(|path| is_called(path, name)));
-        }
-    }
-    found.sort_unstable();
-    found.dedup();
-    found
+/// True for what can be an image: a file or a block device, or a link to one, which may lead nowhere.
+fn is_image(path: &Path) -> bool {
+    path.symlink_metadata().is_ok_and(|stat| !stat.is_dir())
+}
+
+/// The parents of all disks that servers of this host have.
+fn served_parents() -> Vec<PathBuf> {
+    let servers = discovery::servers().unwrap_or_default();
+    let disks = servers.iter().flat_map(|(server, disks)| disks.iter().map(move |disk| (server, &disk.name)));
+    let details =
+        disks.filter_map(|(server, name)| ask::<DiskDetail>(server, "GET", &path_of(name), LOOK_PATIENCE).ok());
+    details.flat_map(|detail| parents_of(&detail)).collect()
+}
+
+fn parents_of(disk: &DiskDetail) -> Vec<PathBuf> {
+    disk.layers.iter().skip(1).map(|layer| PathBuf::from(&layer.path)).collect()
 }
 
 /// True when both paths lead to one file.
@@ -222,7 +251,7 @@ pub(super) fn is_same_file(one: &Path, other: &Path) -> bool {
     id(one).is_some() && id(one) == id(other)
 }
 
-/// Returns the paths of the disk, of the snapshot, and of what was kept.
+/// Has a disk that nobody uses go back. Returns the paths of the disk, of the snapshot, and of what was kept.
 async fn go_back(
     at: &Locator,
     base: &Locator,
@@ -233,83 +262,42 @@ async fn go_back(
     let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(write.no_lock));
     let graph = disks::open_keeping(CacheMode::Page, at, write).await?;
     let disk = graph.handles()[0].path().to_owned();
-    // Open until the disk is its child: nobody can delete it or write to it before.
-    let base = disks::open(CacheMode::Page, base, read).await?;
-    let layers = base.layers();
-    Host::new().refuse_unfit(&layers[0].path).await?;
-    let real = |folder: &PathBuf| folder.canonicalize().map_err(|e| Error::io("find", e)).at_path(folder);
-    let allowed = write.allow_parents.iter().map(real).collect::<Result<Vec<_>>>()?;
-    check_new_child(disk.parent().unwrap_or(Path::new("/")), &layers, &allowed)?;
-    let (image, parent) = (&layers[0], Some(new_parent(&disk, &layers[0])?));
-    note_child(image, &disk)?;
-    let new = NewImage { parent, ..NewImage::new(image.virtual_bytes) };
+    let ground = Ground::open(CacheMode::Page, &disk, base, read).await?;
+    let snapshot = ground.base.handles()[0].path().to_owned();
     let checkpoints = Checkpoints::none(Access { no_lock: write.no_lock, ..Access::default() });
     checkpoints.open(&graph).await?;
-    note_difference(&checkpoints, &graph, &base).await?;
-    let went = go_back_over(&files, &graph, &base, &new, (write, keep, &allowed)).await;
-    drop(base);
+    ground.note_difference(&checkpoints, &graph).await?;
+    let went = go_back_over(&files, &graph, &ground, write.format, keep).await;
+    drop(ground);
     // The disk's image is the one that its path names now. Where that cannot be opened, everything counts as changed.
     drop(graph);
     if let Ok(now) = disks::open_keeping(CacheMode::Page, at, write).await {
         checkpoints.close(&now).await;
     }
-    Ok((disk, layers[0].path.clone(), went?))
-}
-
-/// What the disk loses and what it gets counts as changed since its checkpoints: all that is in the images that only one of both has.
-async fn note_difference(checkpoints: &Checkpoints, graph: &Graph<HostStore>, base: &Graph<HostStore>) -> Result<()> {
-    let (from, to) = (graph.layers(), base.layers());
-    let shared = from.iter().rev().zip(to.iter().rev()).take_while(|(one, other)| one.path == other.path).count();
-    // A disk that becomes shorter, and longer again later, has lost what lay there.
-    let (size, was) = (base.size_bytes().min(graph.size_bytes()), graph.size_bytes());
-    checkpoints.note_extent(Extent::from_range(size..was)).await?;
-    checkpoints.note_layers(graph, from.len() - shared).await?;
-    checkpoints.note_layers(base, to.len() - shared).await
+    Ok((disk, snapshot, went?))
 }
 
 /// Has the disk `graph` go back, and keeps what it holds under the name that is given. Returns where that is.
 async fn go_back_over(
     files: &HostFiles,
     graph: &Graph<HostStore>,
-    base: &Graph<HostStore>,
-    new: &NewImage,
-    (write, keep, allowed): (&OpenOptions, Option<String>, &[PathBuf]),
-) -> Result<Option<PathBuf>> {
-    let layers = base.layers();
-    match keep {
-        // First a snapshot: whatever ends this process, the disk holds what it held or what it goes back to.
-        Some(name) => {
-            let plan = Plan::new(&graph.layers(), write.format, &name, allowed)?;
-            let (made, over) = prepare(files, Arc::new(OsEnv), graph, &plan).await?.into_parts();
-            match go_back_from(files, &over, &layers, new, write.format).await {
-                Ok(()) => Ok(Some(made.plan().snapshot().to_owned())),
-                Err(error) => Err(taken_back(error, files, &made).await),
-            }
-        }
-        None => revert(files, Arc::new(OsEnv), graph, &layers, new, write.format).await.map(|()| None),
-    }
-}
-
-/// Has a disk go back whose leaf `over` is new: what the disk held is a snapshot.
-async fn go_back_from(
-    files: &HostFiles,
-    over: &Graph<HostStore>,
-    base: &[LayerInfo],
-    new: &NewImage,
+    ground: &Ground,
     given: Option<Format>,
-) -> Result<()> {
-    over.seal_parents().await?;
-    revert(files, Arc::new(OsEnv), over, base, new, given).await
-}
-
-/// Takes back the snapshot of what the disk held. The error says it when that fails, too.
-async fn taken_back(error: Error, files: &HostFiles, made: &Made<HostStore>) -> Error {
-    match take_back(files, made).await {
-        Ok(()) => error,
-        Err(left) => {
-            let kept = made.plan().snapshot().display();
-            error.hint(format!("what the disk held is in {kept}, which could not be taken back ({left})"))
-        }
+    keep: Option<String>,
+) -> Result<Option<PathBuf>> {
+    let Some(name) = keep else {
+        return ground.back(files, given).revert(graph).await.map(|()| None);
+    };
+    // First a snapshot: whatever ends this process, the disk holds what it held or what it goes back to.
+    let plan = Plan::new(&graph.layers(), given, &name, &ground.allowed)?;
+    let (made, over) = prepare(files, Arc::new(OsEnv), graph, &plan).await?.into_parts();
+    let back = async {
+        over.seal_parents().await?;
+        ground.back(files, given).revert(&over).await
+    };
+    match back.await {
+        Ok(()) => Ok(Some(made.plan().snapshot().to_owned())),
+        Err(error) => Err(taken_back(error, files, &made).await),
     }
 }
 
@@ -319,7 +307,11 @@ async fn taken_back(error: Error, files: &HostFiles, made: &Made<HostStore>) -> 
 /// `Denied`, naming the child, for an image that another one needs, or when not all images of its folder could be asked; `Busy` for one that
 /// is open, or has a job that is not finished; the storage's.
 pub fn delete(args: &DeleteArgs) -> Result<Exit> {
-    let image = named_image(&args.disk)?;
+    let image = match find(&args.disk) {
+        // Served disks are refused below.
+        Ok(Some(_)) => args.disk.clone(),
+        _ => named_image(&args.disk, None, served_parents)?,
+    };
     if args.undo {
         return keep(args, &image);
     }

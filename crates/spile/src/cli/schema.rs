@@ -7,7 +7,7 @@ use spile_server::serving::api;
 use spile_server::serving::api::checkpoints::{ChangedBlocks, CheckpointList};
 use spile_server::serving::api::images::Info;
 use spile_server::serving::api::slow::SlowRequests;
-use spile_server::serving::api::types::{DiskDetail, DiskList, Failure, Job, JobList, Snapshot};
+use spile_server::serving::api::types::{DiskDetail, DiskList, Failure, Job, JobList, Reverted, Snapshot};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
@@ -27,7 +27,7 @@ use super::measure::Measured;
 use super::pause::PausedDisk;
 use super::rebase::Rebased;
 use super::receive::ReceivedDisks;
-use super::revert::{Deleted, Reverted};
+use super::revert::Deleted;
 use super::snapshot::Cloned;
 use super::stat::DiskStat;
 use super::top::TopInterval;

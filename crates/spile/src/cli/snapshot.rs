@@ -14,6 +14,7 @@ use spile_life::set::Set;
 use spile_life::snapshot::{self, Made, Plan};
 use spile_server::checkpoints::Checkpoints;
 use spile_server::jobs::Access;
+use spile_server::parents::check_place;
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, typed};
 use spile_server::serving::api::discovery;
 use spile_server::serving::api::types::{DiskDetail, DiskSnapshot, NewSnapshot, Snapshot};
@@ -21,7 +22,7 @@ use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
 use super::control::path_of;
-use super::create::{Child, check_new_name, check_place};
+use super::create::{Child, check_new_name};
 use super::revert::is_same_file;
 use super::{Exit, ParentArgs, existing, on_engine, parse_format, print_json, printable, say};
 use crate::disks;

@@ -35,6 +35,7 @@ mod receive;
 mod receive_back;
 mod receive_marks;
 mod report;
+mod revert;
 mod schema;
 mod serve;
 mod serve_life;

@@ -23,7 +23,7 @@ use super::stats::{AllStats, DiskStats};
 use super::trace::{Running, TraceLine};
 use super::types::{
     Accepted, Attach, Change, Detached, DiskDetail, DiskList, Failure, Job, JobList, LogLevel, NewBackup, NewExport,
-    NewJob, NewPause, NewSnapshot, Paused, Resume, Resumed, Snapshot,
+    NewJob, NewPause, NewRevert, NewSnapshot, Paused, Resume, Resumed, Reverted, Snapshot,
 };
 use super::view::View;
 use super::workers::Workers;
@@ -35,6 +35,7 @@ use crate::serving::metrics::Exporter;
 use crate::serving::metrics::listen::respond;
 use crate::serving::metrics::off_the_thread;
 use crate::serving::pausing::PauseCall;
+use crate::serving::reverting::RevertCall;
 
 /// The longest body in bytes.
 const MAX_BODY_BYTES: usize = 64 << 10;
@@ -74,6 +75,7 @@ pub fn router(context: Context) -> Router {
         .route("/v1/disks/{name}/trace", post(trace))
         .route("/v1/disks/{name}/pause", post(pause))
         .route("/v1/disks/{name}/resume", post(resume))
+        .route("/v1/disks/{name}/revert", post(revert))
         .route("/v1/disks/{name}/accept-loss", post(accept_loss))
         .route("/v1/jobs", get(jobs::list).post(begin_job))
         .route("/v1/jobs/{id}", get(jobs::show).patch(jobs::change))
@@ -127,6 +129,7 @@ pub fn router(context: Context) -> Router {
         pause,
         resume,
         accept_loss,
+        revert,
         snapshot,
         add_export,
         remove_export,
@@ -462,6 +465,16 @@ async fn resume(State(context): State<Context>, Path(name): Path<String>, body: 
     responses((status = 200, body = Accepted), (status = "default", body = Failure)))]
 async fn accept_loss(State(context): State<Context>, Path(name): Path<String>) -> Answer {
     Ok(json(StatusCode::OK, &context.view.accept_loss(&name)?))
+}
+
+/// Has the disk go back to what a snapshot holds. Requests that come meanwhile wait. Refused while guests or clients are connected, unless the
+/// order says `in_use`.
+#[utoipa::path(post, path = "/v1/disks/{name}/revert", params(("name", description = "the disk's name")),
+    request_body = NewRevert, responses((status = 200, body = Reverted), (status = "default", body = Failure)))]
+async fn revert(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
+    let (call, answer) = RevertCall::new(name, read(body).await?);
+    context.events.send(Event::Revert(call)).map_err(|_| ends())?;
+    Ok(json(StatusCode::OK, &answer.await.map_err(|_| ends())??))
 }
 
 /// Makes a snapshot of one disk, or of several at one point in time. Guests go on meanwhile.

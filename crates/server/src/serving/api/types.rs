@@ -312,6 +312,37 @@ pub struct NewSnapshot {
     pub name: String,
 }
 
+/// What a disk is to go back to. Either `keep` or `discard` is to be said.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct NewRevert {
+    /// The image that the disk is to hold: a snapshot of it, or any other, by its whole path.
+    pub snapshot_path: String,
+    /// The name under which what the disk holds now is kept, as a snapshot's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keep: Option<String>,
+    /// What was written to the disk since its last snapshot is lost.
+    #[serde(default)]
+    pub discard: bool,
+    /// Also while guests or clients are connected. They go on with what they have read before.
+    #[serde(default)]
+    pub in_use: bool,
+}
+
+/// A disk that has gone back.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct Reverted {
+    /// The disk.
+    pub path: String,
+    /// What it holds now.
+    pub snapshot_path: String,
+    /// What it held before, if that was kept.
+    pub kept_path: Option<String>,
+    /// What has failed once the disk had gone back. Left out when all is well.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trouble: Option<String>,
+}
+
 /// A snapshot that was made. Each disk goes on as the child of its snapshot.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Snapshot {
