@@ -171,7 +171,13 @@ fn cancel_ms(world: &World, live: &mut Live, kind: &str) -> Result<f64> {
     let to = Some(target.display().to_string()).filter(|_| kind == "move");
     let layer = Some("middle".to_owned()).filter(|_| kind == "coalesce");
     let id = if kind == "backup" {
-        let order = json!({ "disks": [{ "disk": name(0), "target": target }], "limit_bytes_per_s": SLOW_BYTES_PER_S });
+        // The guest may change all of the disk before the order to cancel.
+        let fleece_bytes = 2 * world.parameters.disk_bytes;
+        let order = json!({
+            "disks": [{ "disk": name(0), "target": target }],
+            "limit_bytes_per_s": SLOW_BYTES_PER_S,
+            "fleece_limit_bytes": fleece_bytes,
+        });
         let begun: JobList = live.call("POST", "/v1/backups", Some(&order))?;
         begun.jobs.into_iter().next().map(|job| job.id)
     } else {
@@ -189,7 +195,10 @@ fn cancel_ms(world: &World, live: &mut Live, kind: &str) -> Result<f64> {
         match job.state.as_str() {
             "cancelled" => return Ok(begun.elapsed().as_secs_f64() * 1e3),
             "running" if begun.elapsed() < PATIENCE => std::thread::sleep(LOOK_EVERY),
-            other => return Err(Error::new(ErrorKind::Io, format!("the {kind} that was cancelled is {other}"))),
+            other => {
+                let why = job.error.map(|error| format!(": {}", error.message)).unwrap_or_default();
+                return Err(Error::new(ErrorKind::Io, format!("the {kind} that was cancelled is {other}{why}")));
+            }
         }
     }
 }
