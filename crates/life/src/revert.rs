@@ -111,13 +111,14 @@ impl<F: Files> Back<'_, F> {
             let mut old = gates.open();
             return Ok(old.remove(0));
         };
-        if files.is_at(old.image().store(), &path).await.is_ok_and(|is_as_it_was| is_as_it_was) {
+        if files.is_at(old.image().store(), &path).await.unwrap_or(false) {
             return Err(Failure::AsItWas(error));
         }
         drop(gates);
         // What it says does not matter any more.
         let _ = node.close().await;
-        let hint = "the disk was closed, because a power cut could take away what is written from now on; attach it again when its storage is in order.                     It has gone back then, or holds what it held";
+        let hint = "the disk was closed, because a power cut could take away what is written from now on; attach it again when its storage is in order. \
+                    It has gone back then, or holds what it held";
         Err(Failure::Closed(error.at_path(&path).hint(hint)))
     }
 

@@ -194,12 +194,9 @@ fn first_lines(plan: &Plan) -> Vec<Line> {
 }
 
 fn qcow2(name: &'static str, about: &'static str, cache: Cache, state: State, lines: Vec<Line>) -> Group {
-    let sides = [
-        Side::new("spile qcow2", SPILE, Format::Qcow2, cache),
-        Side::new("spile raw", SPILE, Format::Raw, cache).role(Role::Raw),
-        Side::new("q-s-d qcow2", URING, Format::Qcow2, cache),
-    ];
-    Group { name, about, sides: sides.map(|side| side.state(state)).into(), lines }
+    let mut sides = qcow2_alone(cache, state);
+    sides.insert(1, Side::new("spile raw", SPILE, Format::Raw, cache).role(Role::Raw).state(state));
+    Group { name, about, sides, lines }
 }
 
 fn qcow2_alone(cache: Cache, state: State) -> Vec<Side> {

@@ -58,8 +58,7 @@ impl RevertCall {
 impl Server {
     /// Begins to have a disk go back. The call is answered by the task that does it.
     pub(super) fn begin_revert(&self, call: RevertCall) {
-        let RevertCall { name, order, reply } = call;
-        let mut reply = reply;
+        let RevertCall { name, order, mut reply } = call;
         match self.going_back(&name, order) {
             Ok(going) => self.engine.spawn_on(0, move || async move {
                 let (done, claim) = going.run(&mut reply).await;
@@ -158,9 +157,26 @@ struct Going {
 /// What is there before requests are held back.
 struct Prepared {
     ground: Ground,
-    /// The snapshot of what the disk holds now, whose files are in place, and the graph with its new leaf.
-    kept: Option<(Made<HostStore>, HostGraph)>,
+    /// The disk's graph.
+    before: Arc<HostGraph>,
+    kept: Kept,
     ready: Ready<HostStore, HostGraph>,
+}
+
+/// The snapshot of what the disk holds now, if that is kept: its files are in place. And the graph with its new leaf.
+type Kept = Option<(Made<HostStore>, HostGraph)>;
+
+/// What the disk's path leads to while its graph is `before`.
+fn now<'a>(before: &'a HostGraph, kept: &'a Kept) -> &'a HostGraph {
+    kept.as_ref().map_or(before, |(_, over)| over)
+}
+
+/// Takes back the snapshot of what the disk holds, if there is one, because of `error`, which is returned.
+async fn without_kept(error: Error, files: &HostFiles, kept: &Kept) -> Error {
+    match kept {
+        Some((made, _)) => taken_back(error, files, made).await,
+        None => error,
+    }
 }
 
 impl Going {
@@ -184,10 +200,11 @@ impl Going {
             true => Err(Failure::AsItWas(Error::new(ErrorKind::Shutdown, "nobody waits for the answer any more"))),
             false => Box::pin(self.exchange_quiet(&files, &prepared)).await,
         };
-        let Prepared { ground, kept, ready } = prepared;
         if let Err(failure) = exchanged {
-            return Err(self.take_back(&files, &ground, kept, failure).await);
+            return Err(self.take_back(&files, &prepared, failure).await);
         }
+        let Prepared { ground, before, kept, ready } = prepared;
+        drop(before);
         let _ = self.events.send(Event::Exchanged(self.name.clone(), ready.graph.clone()));
         // From its answer on, a process that is killed costs no checkpoint.
         self.checkpoints.note_images(&ready.graph).await;
@@ -203,22 +220,18 @@ impl Going {
 
     /// Makes all files, while requests go on: what they change from now on is noted by itself, and lies in what is kept or lost.
     async fn prepare(&self, files: &HostFiles) -> Result<Prepared> {
-        let graph = self.disk.graph().await;
-        let mut ground = Ground::open(self.cache, graph.handles()[0].path(), &self.base, &self.options).await?;
+        let before = self.disk.graph().await;
+        let mut ground = Ground::open(self.cache, before.handles()[0].path(), &self.base, &self.options).await?;
         self.keep_size(&mut ground)?;
-        ground.note_difference(&self.checkpoints, &graph).await?;
+        ground.note_difference(&self.checkpoints, &before).await?;
         let kept = match &self.plan {
-            Some(plan) => Some(snapshot::prepare(files, Arc::new(OsEnv), &graph, plan).await?.into_parts()),
+            Some(plan) => Some(snapshot::prepare(files, Arc::new(OsEnv), &before, plan).await?.into_parts()),
             None => None,
         };
-        let now = kept.as_ref().map_or(&*graph, |(_, over)| over);
-        let ready = ground.back(files, self.given).make_ready(now, &self.options, |graph| graph).await;
-        match ready {
-            Ok(ready) => Ok(Prepared { ground, kept, ready }),
-            Err(error) => Err(match &kept {
-                Some((made, _)) => taken_back(error, files, made).await,
-                None => error,
-            }),
+        let back = ground.back(files, self.given);
+        match back.make_ready(now(&before, &kept), &self.options, |graph| graph).await {
+            Ok(ready) => Ok(Prepared { ground, before, kept, ready }),
+            Err(error) => Err(without_kept(error, files, &kept).await),
         }
     }
 
@@ -267,32 +280,20 @@ impl Going {
             Either::Left((Ok(_), _)) => {}
             _ => return Err(Failure::AsItWas(Error::new(ErrorKind::Shutdown, "the server ends, or is busy"))),
         }
-        let Prepared { ground, kept, ready } = prepared;
-        let graph = self.disk.graph().await;
-        let now = kept.as_ref().map_or(&*graph, |(_, over)| over);
-        ground.back(files, self.given).exchange(&self.disk, now, ready).await.map(drop)
+        let Prepared { ground, before, kept, ready } = prepared;
+        ground.back(files, self.given).exchange(&self.disk, now(before, kept), ready).await.map(drop)
     }
 
     /// Removes what was prepared. The error says what could not be, and what the disk is.
-    async fn take_back(
-        &self,
-        files: &HostFiles,
-        ground: &Ground,
-        kept: Option<(Made<HostStore>, HostGraph)>,
-        failure: Failure,
-    ) -> Error {
+    async fn take_back(&self, files: &HostFiles, prepared: &Prepared, failure: Failure) -> Error {
         let error = match failure {
             Failure::AsItWas(error) => error,
             // The path names an image that is whole. Another change of names could make it worse.
             Failure::Closed(error) => return error,
         };
-        let graph = self.disk.graph().await;
-        let now = kept.as_ref().map_or(&*graph, |(_, over)| over);
-        let error = ground.back(files, self.given).given_up(now, error).await;
-        match &kept {
-            Some((made, _)) => taken_back(error, files, made).await,
-            None => error,
-        }
+        let Prepared { ground, before, kept, .. } = prepared;
+        let error = ground.back(files, self.given).given_up(now(before, kept), error).await;
+        without_kept(error, files, kept).await
     }
 
     fn files(&self) -> HostFiles {

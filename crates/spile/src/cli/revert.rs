@@ -307,10 +307,10 @@ async fn go_back_over(
 /// `Denied`, naming the child, for an image that another one needs, or when not all images of its folder could be asked; `Busy` for one that
 /// is open, or has a job that is not finished; the storage's.
 pub fn delete(args: &DeleteArgs) -> Result<Exit> {
-    let image = match find(&args.disk) {
-        // Served disks are refused below.
-        Ok(Some(_)) => args.disk.clone(),
-        _ => named_image(&args.disk, None, served_parents)?,
+    // Disks that are served by this name are refused below.
+    let image = match is_image(&args.disk) || matches!(find(&args.disk), Ok(Some(_))) {
+        true => args.disk.clone(),
+        false => named_image(&args.disk, None, served_parents)?,
     };
     if args.undo {
         return keep(args, &image);
