@@ -188,6 +188,7 @@ impl Server {
             drop(beginning.inheritance);
             self.work()
         });
+        self.hear_no_more();
         match served {
             Ok(End::Succeeded(mut request)) => {
                 self.listening.iter_mut().filter_map(|socket| socket.published.as_mut()).for_each(Published::leave);
@@ -208,6 +209,12 @@ impl Server {
         let closed = self.close_drained();
         let xen = self.fronts.wait_drained();
         served.and(closed).and(xen)
+    }
+
+    /// Whoever sends an event from now on learns that the server ends. One that waited may hold the graph of a disk, whose files, and whose
+    /// connection to an NBD server, could not be closed while it does.
+    fn hear_no_more(&mut self) {
+        self.events = mpsc::channel().1;
     }
 
     /// Waits for a moment until all guests and clients have their answers. When some have not, the disks of the others are closed meanwhile: requests that
