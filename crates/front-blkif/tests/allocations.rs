@@ -31,6 +31,8 @@ use stats_alloc::{INSTRUMENTED_SYSTEM, Region, Stats, StatsAlloc};
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
 const SIZE: u64 = 4 << 20;
+/// So many are counted at a time.
+const REQUESTS: usize = 500;
 const GUEST: DomId = DomId(7);
 
 /// So many requests, all slots at work all the time. With `sleeps`, the guest waits for notices instead of looking.
@@ -60,20 +62,20 @@ fn run(queue: &mut Queue, (op, len): (Op, u32), count: usize, sleeps: bool) {
 
 /// Comes by every way once: the back end falls asleep, is woken, finds one request and many.
 fn warm_up(queue: &mut Queue, what: (Op, u32), sleeps: bool) {
-    for count in [1, 2000, 100, 1, 2000, 1] {
+    for count in [1, REQUESTS, 100, 1, REQUESTS, 1] {
         run(queue, what, count, sleeps);
         std::thread::sleep(Duration::from_millis(3));
     }
 }
 
-/// What 2,000 requests allocate.
+/// What [`REQUESTS`] allocate.
 fn change_of(queue: &mut Queue, what: (Op, u32), sleeps: bool) -> Stats {
     let region = Region::new(ALLOCATOR);
-    run(queue, what, 2000, sleeps);
+    run(queue, what, REQUESTS, sleeps);
     region.change()
 }
 
-/// Demands that some 2,000 requests allocate nothing. Requests that allocate do so in every try. Two things happen in one try only, on
+/// Demands that [`REQUESTS`] allocate nothing. Requests that allocate do so in every try. Two things happen in one try only, on
 /// a busy host: a list of the engine grows, because more requests end in one turn than ever before; and the test harness says that
 /// the test has been running for over 60 seconds.
 fn assert_free(queue: &mut Queue, what: (Op, u32), sleeps: bool, about: &str) {
@@ -88,7 +90,7 @@ fn assert_free(queue: &mut Queue, what: (Op, u32), sleeps: bool, about: &str) {
     panic!("{about}, {:?}, sleeps: {sleeps}: {changes:?}", what.0);
 }
 
-/// Counts what 2,000 requests of each kind allocate, after a warm-up.
+/// Counts what [`REQUESTS`] of each kind allocate, after a warm-up.
 fn count(what: &str, kind: EngineKind, access: Access, store: impl Store, options: &BlkfrontOptions) {
     let config = EngineConfig { kind, workers: 1, pool_bytes: 4 << 20, ..EngineConfig::default() };
     let engine = Engine::start(config).unwrap();

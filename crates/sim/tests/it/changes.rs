@@ -1,12 +1,9 @@
 //! Changed blocks under load, deaths and power cuts: nothing is found, and a rule that is broken on purpose is.
 
-use std::ops::Range;
-
+use crate::found;
 use spile_sim::changes::{Broken, ChangesSummary, run_changes, run_every_step};
-use spile_sim::explore::Finding;
 
-/// Runs one seed with a broken rule.
-type Run = fn(u64, Broken) -> Result<ChangesSummary, Finding>;
+const NOT_MARKED: &str = "is not marked";
 
 #[test]
 fn three_hundred_seeds_find_nothing() {
@@ -38,54 +35,43 @@ fn a_seed_repeats() {
     assert_eq!((run(3), run(4)), (run(3), run(4)));
 }
 
-/// One of these seeds finds the broken rule by a block that is not marked, and nothing while the rule is kept.
-fn bites_in(broken: Broken, seeds: Range<u64>, run: Run) {
-    let found = seeds.clone().find_map(|seed| {
-        let finding = run(seed, broken).err().filter(|found| found.message.contains("is not marked"))?;
-        run(seed, Broken::Nothing).is_ok().then_some((seed, finding))
-    });
-    match found {
-        Some((seed, finding)) => println!("{broken:?}: seed {seed}: {}", finding.message),
-        None => panic!("no seed of {seeds:?} found {broken:?}"),
-    }
-}
-
-fn bites(broken: Broken) {
-    bites_in(broken, 0..3000, |seed, broken| run_changes(seed, broken, false));
+/// A seed, `first` if it still does so, finds the broken rule by a block that is not marked.
+fn bites(broken: Broken, first: u64) {
+    found::bites(|seed, broken| run_changes(seed, broken, false), (broken, Broken::Nothing), first, NOT_MARKED);
 }
 
 #[test]
 fn a_bit_that_is_set_after_the_data_is_found() {
-    bites(Broken::BitAfterData);
+    bites(Broken::BitAfterData, 0);
 }
 
 #[test]
 fn a_mark_that_nobody_waits_for_is_found() {
-    bites(Broken::MarkNotDurable);
+    bites(Broken::MarkNotDurable, 0);
 }
 
 #[test]
 fn marks_that_are_cleared_too_early_are_found() {
-    bites(Broken::MarksClearedEarly);
+    bites(Broken::MarksClearedEarly, 610);
 }
 
 #[test]
 fn an_interval_that_is_settled_before_the_last_sync_is_found() {
     // Only a power cut while the header is written shows it.
-    bites_in(Broken::SettledEarly, 30..60, run_every_step);
+    found::bites(run_every_step, (Broken::SettledEarly, Broken::Nothing), 34, NOT_MARKED);
 }
 
 #[test]
 fn a_checkpoint_that_does_not_wait_for_requests_is_found() {
-    bites(Broken::CheckpointWithoutWait);
+    bites(Broken::CheckpointWithoutWait, 0);
 }
 
 #[test]
 fn a_checkpoint_that_does_not_flush_the_disk_is_found() {
-    bites(Broken::CheckpointWithoutFlush);
+    bites(Broken::CheckpointWithoutFlush, 89);
 }
 
 #[test]
 fn a_header_that_is_written_before_marks_are_bits_is_found() {
-    bites(Broken::BootBeforeBits);
+    bites(Broken::BootBeforeBits, 721);
 }

@@ -1,6 +1,6 @@
 //! The images of `spile-image` under the simulator: many seeds, kept seeds, a crash at every step.
 //!
-//! `SPILE_SIM_SEEDS` sets how many seeds the first test runs (default 2,000); for more, use the program:
+//! `SPILE_SIM_SEEDS` sets how many seeds the first test runs (default 1,000); for more, use the program:
 //! `cargo run -p spile-sim --release -- --seeds 100000`.
 
 use spile_sim::explore::Options;
@@ -15,9 +15,9 @@ fn run(seeds: std::ops::Range<u64>, mode: Mode) -> Totals {
 }
 
 #[test]
-fn two_thousand_seeds_find_nothing() {
+fn a_thousand_seeds_find_nothing() {
     let asked = std::env::var("SPILE_SIM_SEEDS").ok().and_then(|text| text.parse().ok());
-    let seeds = asked.unwrap_or(2000);
+    let seeds = asked.unwrap_or(1000);
     let totals = run(0..seeds, Mode::Random);
     assert!(totals.seeds == seeds && totals.crashes > seeds, "{totals:?}");
     println!("{} seeds, {} steps, {} crashes", totals.seeds, totals.steps, totals.crashes);

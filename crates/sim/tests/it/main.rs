@@ -3,6 +3,7 @@
 mod backup;
 mod changes;
 mod exchange;
+mod found;
 mod gc;
 mod giving_up;
 mod giving_up_qcow2;

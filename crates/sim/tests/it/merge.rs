@@ -1,8 +1,7 @@
 //! Layers merged and leaves flattened under load, crashes and power cuts: nothing is found, and a rule that is broken on purpose is.
 
+use crate::found;
 use spile_sim::merge::{Broken, MergeSummary, run_merge};
-
-const SEEDS: u64 = 3000;
 
 #[test]
 fn two_hundred_seeds_find_nothing() {
@@ -40,39 +39,32 @@ fn a_seed_repeats() {
     assert_eq!((run(3), run(4)), (run(3), run(4)));
 }
 
-/// A seed finds the broken rule by a message with `sign`, and nothing while the rule is kept.
-fn bites(broken: Broken, sign: &str) {
-    let found = (0..SEEDS).find_map(|seed| {
-        let finding = run_merge(seed, broken, false).err().filter(|found| found.message.contains(sign))?;
-        run_merge(seed, Broken::Nothing, false).is_ok().then_some((seed, finding))
-    });
-    match found {
-        Some((seed, finding)) => println!("{broken:?}: seed {seed}: {}", finding.message),
-        None => panic!("no seed below {SEEDS} found {broken:?}"),
-    }
+/// A seed, `first` if it still does so, finds the broken rule by a message with `sign`.
+fn bites(broken: Broken, first: u64, sign: &str) {
+    found::bites(|seed, broken| run_merge(seed, broken, false), (broken, Broken::Nothing), first, sign);
 }
 
 #[test]
 fn a_layer_that_gives_up_before_its_parent_is_synced_is_found() {
-    bites(Broken::ForgetBeforeSync, " reads ");
+    bites(Broken::ForgetBeforeSync, 385, " reads ");
 }
 
 #[test]
 fn a_layer_that_is_removed_before_its_child_names_another_parent_is_found() {
-    bites(Broken::RemoveBeforeNames, "does not open");
+    bites(Broken::RemoveBeforeNames, 3, "does not open");
 }
 
 #[test]
 fn a_change_in_the_batch_that_goes_to_the_leaf_only_is_found() {
-    bites(Broken::BatchInLeafOnly, " reads ");
+    bites(Broken::BatchInLeafOnly, 25, " reads ");
 }
 
 #[test]
 fn a_flush_that_covers_the_leaf_only_is_found() {
-    bites(Broken::FlushOfLeafOnly, " reads ");
+    bites(Broken::FlushOfLeafOnly, 6, " reads ");
 }
 
 #[test]
 fn a_copy_that_does_not_keep_guests_out_is_found() {
-    bites(Broken::CopyWithoutLock, " reads ");
+    bites(Broken::CopyWithoutLock, 19, " reads ");
 }

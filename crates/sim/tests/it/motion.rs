@@ -1,8 +1,7 @@
 //! Disks moved under load, crashes and power cuts: nothing is found, and a rule that is broken on purpose is.
 
+use crate::found;
 use spile_sim::motion::{Broken, MotionSummary, run_motion};
-
-const SEEDS: u64 = 3000;
 
 #[test]
 fn three_hundred_seeds_find_nothing() {
@@ -28,70 +27,63 @@ fn a_seed_repeats() {
     assert_eq!((run(3), run(4)), (run(3), run(4)));
 }
 
-/// A seed finds the broken rule by a message with `sign`, and nothing while the rule is kept.
-fn bites(broken: Broken, sign: &str) {
-    let found = (0..SEEDS).find_map(|seed| {
-        let finding = run_motion(seed, broken, false).err().filter(|found| found.message.contains(sign))?;
-        run_motion(seed, Broken::Nothing, false).is_ok().then_some((seed, finding))
-    });
-    match found {
-        Some((seed, finding)) => println!("{broken:?}: seed {seed}: {}", finding.message),
-        None => panic!("no seed below {SEEDS} found {broken:?}"),
-    }
+/// A seed, `first` if it still does so, finds the broken rule by a message with `sign`.
+fn bites(broken: Broken, first: u64, sign: &str) {
+    found::bites(|seed, broken| run_motion(seed, broken, false), (broken, Broken::Nothing), first, sign);
 }
 
 #[test]
 fn a_block_that_counts_as_copied_only_when_it_was_read_is_found() {
-    bites(Broken::ClearAfterRead, " reads ");
+    bites(Broken::ClearAfterRead, 628, " reads ");
 }
 
 #[test]
 fn a_block_that_is_marked_when_a_write_begins_is_found() {
-    bites(Broken::MarkBeforeWrite, " reads ");
+    bites(Broken::MarkBeforeWrite, 82, " reads ");
 }
 
 #[test]
 fn a_hand_over_that_does_not_wait_for_requests_in_flight_is_found() {
-    bites(Broken::HandOverInFlight, " reads ");
+    bites(Broken::HandOverInFlight, 30, " reads ");
 }
 
 #[test]
 fn a_hand_over_before_the_new_image_is_durable_is_found() {
-    bites(Broken::HandOverUnflushed, " reads ");
+    bites(Broken::HandOverUnflushed, 125, " reads ");
 }
 
 #[test]
 fn a_half_that_is_noted_before_it_is_durable_is_found() {
-    bites(Broken::NotedBeforeFlush, " reads ");
+    bites(Broken::NotedBeforeFlush, 1070, " reads ");
 }
 
 #[test]
 fn a_half_that_is_another_file_is_found() {
-    bites(Broken::AnyHalf, " reads ");
+    bites(Broken::AnyHalf, 52, " reads ");
 }
 
 #[test]
 fn changes_that_are_not_copied_again_are_found() {
-    bites(Broken::ChangesLeftOut, " reads ");
+    bites(Broken::ChangesLeftOut, 12, " reads ");
 }
 
 #[test]
 fn an_old_image_that_somebody_wrote_to_is_found() {
-    bites(Broken::OldImageAsIs, " reads ");
+    bites(Broken::OldImageAsIs, 4, " reads ");
 }
 
 #[test]
 fn what_the_disk_has_given_up_since_it_was_copied_is_found() {
-    bites(Broken::GivenUpLeftOut, " reads ");
+    bites(Broken::GivenUpLeftOut, 201, " reads ");
 }
 
 #[test]
 fn changes_that_are_noted_beside_the_new_image_too_late_are_found() {
     // By a block that is not marked, or by what the disk reads after a way back.
-    bites(Broken::CarriedLate, "");
+    bites(Broken::CarriedLate, 88, "");
 }
 
 #[test]
 fn a_new_name_before_the_old_one_is_gone_is_found() {
-    bites(Broken::TwoNames, "at both paths");
+    bites(Broken::TwoNames, 141, "at both paths");
 }

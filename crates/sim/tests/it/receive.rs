@@ -1,9 +1,8 @@
 //! Disks moved to another host under load, crashes, power cuts and cut links: nothing is found, and a rule that is broken on purpose is.
 
+use crate::found;
 use spile_sim::motion::Broken as BrokenMove;
 use spile_sim::receive::{Broken, ReceiveSummary, run_receive};
-
-const SEEDS: u64 = 3000;
 
 #[test]
 fn three_hundred_seeds_find_nothing() {
@@ -24,74 +23,67 @@ fn a_seed_repeats() {
     assert_eq!((run(3), run(4)), (run(3), run(4)));
 }
 
-/// A seed finds the broken rule by a message with `sign`, and nothing while the rule is kept.
-fn bites(broken: Broken, sign: &str) {
-    let found = (0..SEEDS).find_map(|seed| {
-        let finding = run_receive(seed, broken, false).err().filter(|found| found.message.contains(sign))?;
-        run_receive(seed, Broken::Nothing, false).is_ok().then_some((seed, finding))
-    });
-    match found {
-        Some((seed, finding)) => println!("{broken:?}: seed {seed}: {}", finding.message),
-        None => panic!("no seed below {SEEDS} found {broken:?}"),
-    }
+/// A seed, `first` if it still does so, finds the broken rule by a message with `sign`.
+fn bites(broken: Broken, first: u64, sign: &str) {
+    found::bites(|seed, broken| run_receive(seed, broken, false), (broken, Broken::Nothing), first, sign);
 }
 
 #[test]
 fn what_comes_late_by_an_old_link_is_found() {
-    bites(Broken::LinksNotFenced, " reads ");
+    bites(Broken::LinksNotFenced, 1339, " reads ");
 }
 
 #[test]
 fn a_write_that_is_sent_again_by_the_same_link_is_found() {
-    bites(Broken::SentAgain, " reads ");
+    bites(Broken::SentAgain, 131, " reads ");
 }
 
 #[test]
 fn a_copy_that_is_whole_and_is_gone_on_with_is_found() {
-    bites(Broken::WholeIsHalf, "in use");
+    bites(Broken::WholeIsHalf, 56, "in use");
 }
 
 #[test]
 fn a_half_that_is_noted_before_it_is_durable_is_found() {
-    bites(Broken::HalfNotDurable, "without a fault");
+    bites(Broken::HalfNotDurable, 410, "without a fault");
 }
 
 #[test]
 fn a_name_that_is_told_of_before_it_is_there_is_found() {
-    bites(Broken::FinishedLate, " no name");
+    bites(Broken::FinishedLate, 1, " no name");
 }
 
 #[test]
 fn a_name_that_is_not_kept_for_a_disk_that_comes_is_found() {
-    bites(Broken::NameNotKept, "does not open there");
+    bites(Broken::NameNotKept, 132, "does not open there");
 }
 
 #[test]
 fn a_host_that_does_not_know_that_it_may_have_the_disk_is_found() {
-    bites(Broken::Move(BrokenMove::NotTold), "no disk at all");
+    bites(Broken::Move(BrokenMove::NotTold), 29, "no disk at all");
 }
 
 #[test]
 fn a_new_name_before_the_old_one_is_gone_is_found() {
-    bites(Broken::Move(BrokenMove::TwoNames), "at both paths");
+    bites(Broken::Move(BrokenMove::TwoNames), 1, "at both paths");
 }
 
 #[test]
 fn an_old_name_that_is_lost_without_a_note_is_found() {
-    bites(Broken::Move(BrokenMove::NotNoted), "no disk at all");
+    bites(Broken::Move(BrokenMove::NotNoted), 1, "no disk at all");
 }
 
 #[test]
 fn a_hand_over_before_the_copy_is_durable_there_is_found() {
-    bites(Broken::Move(BrokenMove::HandOverUnflushed), " reads ");
+    bites(Broken::Move(BrokenMove::HandOverUnflushed), 213, " reads ");
 }
 
 #[test]
 fn a_hand_over_that_does_not_wait_for_requests_in_flight_is_found() {
-    bites(Broken::Move(BrokenMove::HandOverInFlight), " reads ");
+    bites(Broken::Move(BrokenMove::HandOverInFlight), 226, " reads ");
 }
 
 #[test]
 fn changes_that_are_not_copied_again_are_found() {
-    bites(Broken::Move(BrokenMove::ChangesLeftOut), " reads ");
+    bites(Broken::Move(BrokenMove::ChangesLeftOut), 9, " reads ");
 }
