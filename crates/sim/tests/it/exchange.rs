@@ -3,6 +3,8 @@
 use crate::found;
 use spile_sim::live::{Broken, LiveSummary, run_live};
 
+const SEEDS: u64 = 5000;
+
 #[test]
 fn three_hundred_seeds_find_nothing() {
     let mut all = LiveSummary::default();
@@ -50,7 +52,7 @@ fn a_seed_repeats() {
 
 /// A seed, `first` if it still does so, finds the broken rule by a message with `sign`.
 fn bites(broken: Broken, first: u64, sign: &str) {
-    found::bites(|seed, broken| run_live(seed, broken, false), (broken, Broken::Nothing), first, sign);
+    found::bites(|seed, broken| run_live(seed, broken, false), (broken, Broken::Nothing), (first, 0..SEEDS), sign);
 }
 
 #[test]

@@ -3,6 +3,8 @@
 use crate::found;
 use spile_sim::merge::{Broken, MergeSummary, run_merge};
 
+const SEEDS: u64 = 3000;
+
 #[test]
 fn two_hundred_seeds_find_nothing() {
     let mut all = MergeSummary::default();
@@ -41,7 +43,7 @@ fn a_seed_repeats() {
 
 /// A seed, `first` if it still does so, finds the broken rule by a message with `sign`.
 fn bites(broken: Broken, first: u64, sign: &str) {
-    found::bites(|seed, broken| run_merge(seed, broken, false), (broken, Broken::Nothing), first, sign);
+    found::bites(|seed, broken| run_merge(seed, broken, false), (broken, Broken::Nothing), (first, 0..SEEDS), sign);
 }
 
 #[test]

@@ -3,6 +3,8 @@
 use crate::found;
 use spile_sim::motion::{Broken, MotionSummary, run_motion};
 
+const SEEDS: u64 = 3000;
+
 #[test]
 fn three_hundred_seeds_find_nothing() {
     let mut all = MotionSummary::default();
@@ -29,7 +31,7 @@ fn a_seed_repeats() {
 
 /// A seed, `first` if it still does so, finds the broken rule by a message with `sign`.
 fn bites(broken: Broken, first: u64, sign: &str) {
-    found::bites(|seed, broken| run_motion(seed, broken, false), (broken, Broken::Nothing), first, sign);
+    found::bites(|seed, broken| run_motion(seed, broken, false), (broken, Broken::Nothing), (first, 0..SEEDS), sign);
 }
 
 #[test]

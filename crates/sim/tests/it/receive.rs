@@ -4,6 +4,8 @@ use crate::found;
 use spile_sim::motion::Broken as BrokenMove;
 use spile_sim::receive::{Broken, ReceiveSummary, run_receive};
 
+const SEEDS: u64 = 3000;
+
 #[test]
 fn three_hundred_seeds_find_nothing() {
     let mut all = ReceiveSummary::default();
@@ -25,7 +27,7 @@ fn a_seed_repeats() {
 
 /// A seed, `first` if it still does so, finds the broken rule by a message with `sign`.
 fn bites(broken: Broken, first: u64, sign: &str) {
-    found::bites(|seed, broken| run_receive(seed, broken, false), (broken, Broken::Nothing), first, sign);
+    found::bites(|seed, broken| run_receive(seed, broken, false), (broken, Broken::Nothing), (first, 0..SEEDS), sign);
 }
 
 #[test]
