@@ -184,6 +184,17 @@ class Top(PeerTest):
         self.assertEqual(top.end(), 0)
         self.assertTrue(top.is_as_before(), text(top.seen)[-500:])
 
+    def test_a_key_in_the_moment_of_a_new_size_is_heard(self):
+        self.serve(f"{self.empty('a.raw')},name=boot")
+        top = self.top()
+        top.sees(r"boot")
+        # About one in thirty meets the moment.
+        for turn in range(150):
+            top.seen = b""
+            top.resize(101 + turn % 7, 24)
+            top.press(b" ")
+            top.sees(r"every 0\.2 s  held\n" if turn % 2 == 0 else r"every 0\.2 s\n")
+
     def test_signals_give_the_terminal_back(self):
         self.serve(f"{self.empty('a.raw')},name=boot")
         for sent in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):

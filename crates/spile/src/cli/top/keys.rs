@@ -1,6 +1,6 @@
 //! What keys do.
 
-use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 use super::app::{App, View};
 use super::model::Key;

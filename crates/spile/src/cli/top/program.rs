@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use nix::sys::signal::Signal;
-use ratatui::crossterm::event::{self, KeyEvent, KeyEventKind};
+use crossterm::event::{self, KeyEvent, KeyEventKind};
 use spile_core::{Error, ErrorKind, Result};
 
 use super::app::App;
