@@ -9,7 +9,7 @@ import shutil
 
 from kernel import initramfs
 from machine import root_image
-from support import MIB, STANDIN, chain, check, run, sha256, spile, write_scattered
+from support import MIB, STANDIN, chain, check, run, sha256, spile, spile_binary, text, write_scattered
 from vhost import PLACES, Sockets, VhostMachine, VhostServer, wait_until
 
 ROOT_BYTES = 512 * MIB
@@ -114,7 +114,7 @@ class Lab:
 
     def story(self):
         """Returns the last output of server and guest, as far as there is any."""
-        server = self.server.output()[-2000:] if self.server else ""
+        server = self.server.output()[-2000:] + self.in_flight() if self.server else ""
         if self.machine is None:
             return f"the server:\n{server}"
         try:
@@ -122,6 +122,13 @@ class Lab:
         except (AssertionError, OSError) as problem:
             guest = f"{problem}\n{self.machine.console.drain()}"
         return f"the server:\n{server}\nthe guest:\n{guest}"
+
+    def in_flight(self):
+        """What the server says of requests that it has not answered: when a guest hangs, this tells who has them."""
+        if STANDIN or self.server.ended is not None:
+            return ""
+        told = (run(spile_binary(), "slow", self.sockets.control, "--name", name, ok=None) for name in self.disks)
+        return "".join(text(done.stdout + done.stderr) for done in told)
 
     def die(self):
         """Kills the server and QEMU at the same time."""
