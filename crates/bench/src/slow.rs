@@ -1,13 +1,15 @@
 //! [`SlowStore`]: a store on a device that takes a stated time ([`Timing`]) for each transfer, whatever is below it.
 //!
 //! Only direct transfers take longer: what goes through the page cache (a format's metadata) is as fast as ever, as on a host with a slow
-//! device. [`SlowWrites`] has one time for all writes; [`Ssd`](crate::ssd::Ssd) is a device with channels.
+//! device. [`SlowWrites`] has one time for all writes; [`Ssd`](crate::ssd::Ssd) is a device with channels. All experiments that open
+//! disks by themselves use this one type, for the compiler makes all code of disks again for each type of a store.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use spile_core::{Files, Locator, OpenMode, Result, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via};
+use spile_store::{AnyStore, OsFiles};
 
 /// How long a device takes for transfers.
 pub trait Timing: Send + Sync + 'static {
@@ -19,7 +21,7 @@ pub trait Timing: Send + Sync + 'static {
 }
 
 /// Every write takes so long, and reads take no time.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct SlowWrites(pub Duration);
 
 impl Timing for SlowWrites {
@@ -32,16 +34,21 @@ impl Timing for SlowWrites {
     }
 }
 
-/// A store whose direct transfers take as long as `T` says.
-pub struct SlowStore<S, T = SlowWrites> {
-    inner: S,
-    timing: Arc<T>,
+/// A store whose direct transfers take as long as its timing says.
+pub struct SlowStore {
+    inner: AnyStore,
+    timing: Arc<dyn Timing>,
 }
 
-impl<S: Store, T: Timing> SlowStore<S, T> {
+impl SlowStore {
     /// `inner` on a device with this timing.
-    pub fn new(inner: S, timing: Arc<T>) -> Self {
+    pub fn new(inner: AnyStore, timing: Arc<dyn Timing>) -> Self {
         Self { inner, timing }
+    }
+
+    /// `inner` as it is.
+    pub fn no_slower(inner: AnyStore) -> Self {
+        Self::new(inner, Arc::new(SlowWrites::default()))
     }
 }
 
@@ -52,7 +59,7 @@ async fn pass(time: Duration) {
     }
 }
 
-impl<S: Store, T: Timing> Store for SlowStore<S, T> {
+impl Store for SlowStore {
     fn info(&self) -> StoreInfo {
         self.inner.info()
     }
@@ -105,31 +112,31 @@ impl<S: Store, T: Timing> Store for SlowStore<S, T> {
 }
 
 /// Files on a device with slow writes.
-pub struct SlowFiles<F> {
-    inner: F,
+pub struct SlowFiles {
+    inner: OsFiles,
     timing: Arc<SlowWrites>,
 }
 
-impl<F: Files> SlowFiles<F> {
+impl SlowFiles {
     /// The files of `inner`, whose direct writes take `write_delay` longer.
-    pub fn new(inner: F, write_delay: Duration) -> Self {
+    pub fn new(inner: OsFiles, write_delay: Duration) -> Self {
         Self { inner, timing: Arc::new(SlowWrites(write_delay)) }
     }
 
-    fn slow(&self, inner: F::Store) -> SlowStore<F::Store> {
+    fn slow(&self, inner: AnyStore) -> SlowStore {
         SlowStore::new(inner, self.timing.clone())
     }
 }
 
-impl<F: Files> Files for SlowFiles<F> {
-    type Store = SlowStore<F::Store>;
+impl Files for SlowFiles {
+    type Store = SlowStore;
 
     async fn open(&self, at: &Locator, mode: OpenMode) -> Result<Self::Store> {
         Ok(self.slow(self.inner.open(at, mode).await?))
     }
 
     async fn create(&self, path: &Path, len_bytes: u64) -> Result<Self::Store> {
-        Ok(self.slow(self.inner.create(path, len_bytes).await?))
+        Ok(self.slow(self.inner.create(path, len_bytes)?))
     }
 
     async fn rename(&self, from: &Path, to: &Path) -> Result<()> {

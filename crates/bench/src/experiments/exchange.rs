@@ -20,7 +20,7 @@ use spile_engine::{Config, Engine, OsEnv};
 use spile_image::create::{NewImage, NewParent};
 use spile_image::{Format, Graph, OpenOptions, open_layer};
 use spile_node::Node;
-use spile_store::{AnyStore, CacheMode, OsFiles};
+use spile_store::{CacheMode, OsFiles};
 use utoipa::ToSchema;
 
 use super::ratios::{self, Pair};
@@ -136,7 +136,7 @@ fn us(time: Duration) -> f64 {
     time.as_secs_f64() * 1e6
 }
 
-type SlowDisk = Node<Graph<SlowStore<AnyStore>>>;
+type SlowDisk = Node<Graph<SlowStore>>;
 
 /// What is measured in one run.
 #[derive(Clone, Copy, Debug, Default)]
@@ -149,7 +149,7 @@ struct Measured {
 /// One run: the disk, its clients, and what is measured of them.
 struct Run {
     disk: SlowDisk,
-    files: SlowFiles<OsFiles>,
+    files: SlowFiles,
     folder: PathBuf,
     start: Instant,
     delay: Duration,

@@ -17,12 +17,13 @@ use spile_server::serving::api::client::{LOOK_PATIENCE, ask};
 use spile_server::serving::api::rates::LayerRates;
 use spile_server::serving::api::stats::{DiskStats, LayerKind};
 use spile_server::uri::{Address, NbdUri, Target};
-use spile_store::NullStore;
+use spile_store::{AnyStore, NullStore};
 
 use super::{Layer, REQUEST_BYTES, Way};
 use crate::experiments::filled::FilledFile;
 use crate::experiments::process::{Tied, disk_argument};
 use crate::load;
+use crate::slow::SlowStore;
 
 /// The size of the slow export in bytes.
 const EXPORT_BYTES: u64 = 1 << 30;
@@ -49,8 +50,8 @@ enum Device {
 
 /// An NBD export in this process whose requests take longer. Its meter stands for a device that integrates its queue.
 struct SlowExport {
-    disk: Arc<Node<Graph<NullStore>>>,
-    server: Server<Node<Graph<NullStore>>>,
+    disk: Arc<Node<Graph<SlowStore>>>,
+    server: Server<Node<Graph<SlowStore>>>,
     engine: Engine,
     _name: Option<Published>,
 }
@@ -58,7 +59,8 @@ struct SlowExport {
 impl SlowExport {
     fn new(socket: &Path, delay: Duration) -> Result<Self> {
         let engine = Engine::start(Config { workers: 1, ..Config::default() })?;
-        let disk = Arc::new(Node::new(Graph::from_raw_store(NullStore::new(EXPORT_BYTES), false)));
+        let store = SlowStore::no_slower(AnyStore::Null(NullStore::new(EXPORT_BYTES)));
+        let disk = Arc::new(Node::new(Graph::from_raw_store(store, false)));
         let fault = Fault { ops: vec![Op::Read], extent: None, per_million: 1_000_000, effect: Effect::Delay(delay) };
         let faults = Arc::new(Faults::new(vec![fault], 1, Arc::new(OsEnv)));
         let slow = disk.clone();

@@ -180,7 +180,7 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
     let given = parameters.store.as_deref();
     let share = if given.is_some() { 0.5 } else { 1.0 };
     let ssd = Arc::new(Ssd::new(parameters.model));
-    let model = || Ok(SlowStore::new(NullStore::new(MODEL_BYTES), ssd.clone()));
+    let model = || Ok(SlowStore::new(AnyStore::Null(NullStore::new(MODEL_BYTES)), ssd.clone()));
     let sides = Sides::new(&engine, folder.path(), parameters, model)?;
     measure(&sides, Store::Model, parameters, &mut rows, &mut |what, done| progress(what, done * share))?;
     drop(sides);
@@ -203,19 +203,19 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
 }
 
 /// A device or file for reading, around the page cache.
-fn open(engine: &Engine, at: Locator) -> Result<AnyStore> {
+fn open(engine: &Engine, at: Locator) -> Result<SlowStore> {
     let store =
         engine.run_on(0, move || async move { OsFiles::new(CacheMode::Direct).open(&at, OpenMode::ReadOnly).await })?;
     match store.len_bytes() {
         len if len < 64 << 20 => {
             Err(Error::new(ErrorKind::InvalidInput, "it has less than 64 MiB").at_path(store.path()))
         }
-        _ => Ok(store),
+        _ => Ok(SlowStore::no_slower(store)),
     }
 }
 
-fn measure<S: spile_core::Store>(
-    sides: &Sides<S>,
+fn measure(
+    sides: &Sides,
     store: Store,
     parameters: &Parameters,
     rows: &mut Vec<Row>,

@@ -16,23 +16,24 @@ use super::{Parameters, Side};
 use crate::experiments::Direction;
 use crate::experiments::engine_transfer::{Transfers, transfer};
 use crate::load;
+use crate::slow::SlowStore;
 
 /// All sides over stores of one kind.
-pub struct Sides<S: Store> {
+pub struct Sides {
     engine: Engine,
-    bare: Arc<S>,
-    guests: Vec<(Side, Guest<S>)>,
+    bare: Arc<SlowStore>,
+    guests: Vec<(Side, Guest)>,
 }
 
 /// A disk with its server.
-struct Guest<S: Store> {
-    server: Server<Node<Graph<S>>>,
+struct Guest {
+    server: Server<Node<Graph<SlowStore>>>,
     socket: PathBuf,
     _name: Option<Published>,
 }
 
-impl<S: Store> Guest<S> {
-    fn new(engine: &Engine, socket: PathBuf, store: S, shape: spile_node::Shape) -> Result<Self> {
+impl Guest {
+    fn new(engine: &Engine, socket: PathBuf, store: SlowStore, shape: spile_node::Shape) -> Result<Self> {
         let buffers = |len| spile_engine::pool().try_alloc(len).map(Into::into);
         let disk = Arc::new(Node::with_buffers(Graph::from_raw_store(store, true), buffers));
         let shaped = disk.clone();
@@ -44,14 +45,14 @@ impl<S: Store> Guest<S> {
     }
 }
 
-impl<S: Store> Drop for Guest<S> {
+impl Drop for Guest {
     fn drop(&mut self) {
         self.server.stop();
         self.server.wait_drained();
     }
 }
 
-impl<S: Store> Sides<S> {
+impl Sides {
     /// All sides, each with a store of its own that `open` opens.
     ///
     /// # Errors
@@ -60,7 +61,7 @@ impl<S: Store> Sides<S> {
         engine: &Engine,
         folder: &Path,
         parameters: &Parameters,
-        mut open: impl FnMut() -> Result<S>,
+        mut open: impl FnMut() -> Result<SlowStore>,
     ) -> Result<Self> {
         let guests = [Side::Off, Side::Split, Side::Auto].into_iter().map(|side| {
             let socket = folder.join(format!("shape-{side:?}"));
