@@ -40,6 +40,14 @@ impl Table {
     }
 }
 
+impl Fd {
+    /// True when a write to this eventfd is to be begun because one was left out, and none is in flight or one has just ended. Whoever
+    /// is told so begins it.
+    pub(crate) fn takes_left_out_ring(&self) -> bool {
+        self.lacks_ring.load(Ordering::SeqCst) && self.lacks_ring.swap(false, Ordering::SeqCst)
+    }
+}
+
 /// Hears of a failed sync: of which file, and its errno.
 type Hear = Box<dyn Fn(BorrowedFd<'_>, i32) + Send + Sync>;
 
@@ -83,6 +91,8 @@ pub(crate) struct Fd {
     pub(crate) is_store: bool,
     /// Of an eventfd: the number of writes to it that are in flight.
     pub(crate) rings: AtomicU32,
+    /// Of an eventfd: a write was left out because of those in flight. The next one that ends is followed by one more.
+    pub(crate) lacks_ring: AtomicBool,
     /// The errno of the first sync of this file that failed; 0 when none has. The kernel reports a failure once only.
     sync_errno: AtomicI32,
     known_to: Mutex<SmallVec<[Arc<WorkerLink>; 1]>>,
@@ -137,6 +147,7 @@ impl Fd {
             stays_rung: false,
             is_store: false,
             rings: AtomicU32::new(0),
+            lacks_ring: AtomicBool::new(false),
             sync_errno: AtomicI32::new(0),
             known_to: Mutex::default(),
         })

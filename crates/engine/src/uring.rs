@@ -465,9 +465,14 @@ impl Uring {
 
     fn finish(&mut self, key: u64, outcome: Outcome, woken: &mut Vec<Waker>) {
         let slot = &mut self.slots[index_of(key)];
+        let mut again = None;
         if let (Kind::Ring, Some(op)) = (slot.kind, &slot.op) {
-            op.fd.rings.fetch_sub(1, Ordering::Relaxed);
+            op.fd.rings.fetch_sub(1, Ordering::SeqCst);
             self.rings -= 1;
+            if outcome.is_ok() && op.fd.takes_left_out_ring() {
+                op.fd.rings.fetch_add(1, Ordering::SeqCst);
+                again = Some(Op::ring(&op.fd, &op.segments.as_slice()[0]));
+            }
         }
         match std::mem::replace(&mut slot.state, State::Ended(outcome)) {
             State::Waits(waker) => woken.push(waker),
@@ -478,6 +483,7 @@ impl Uring {
         }
         self.in_flight -= 1;
         self.leave_ring(key);
+        again.into_iter().for_each(|op| self.start_alone(op));
     }
 
     /// An operation has ended, or goes on elsewhere. If it was in the ring, transfers that wait for a place may start.
