@@ -86,7 +86,10 @@ def run_file(path, words):
     command = [sys.executable, __file__, "--one", str(path), *words]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, timeout=FILE_LIMIT_S)
-        return json.loads(done.stdout.decode().splitlines()[-1])
+        *said, records = done.stdout.decode().splitlines()
+        # At once, for files run at the same time.
+        sys.stdout.write("".join(f"{line}\n" for line in said))
+        return json.loads(records)
     except subprocess.TimeoutExpired:
         return [(path.stem, "failed", f"not done after {FILE_LIMIT_S} s", FILE_LIMIT_S)]
     except (IndexError, ValueError):

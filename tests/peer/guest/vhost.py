@@ -155,10 +155,15 @@ def serial(name):
     return "vhost_user_blk" if STANDIN else f"SPILE-{name}"
 
 
+def qemu_version():
+    """Returns the three numbers of the installed QEMU's version."""
+    version = re.search(r"version (\d+)\.(\d+)\.(\d+)", text(run("qemu-system-x86_64", "--version").stdout))
+    return tuple(map(int, version.groups()))
+
+
 def reconnecting():
     """Returns the option of QEMU that says how soon it connects again: in milliseconds from QEMU 9.2 on."""
-    version = re.search(r"version (\d+)\.(\d+)", text(run("qemu-system-x86_64", "--version").stdout))
-    return "reconnect-ms=100" if tuple(map(int, version.groups())) >= (9, 2) else "reconnect=1"
+    return "reconnect-ms=100" if qemu_version() >= (9, 2) else "reconnect=1"
 
 
 class GuestCommands(Commands):

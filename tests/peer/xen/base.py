@@ -13,7 +13,7 @@ from support import TARGET, need, run, text
 # Messages that dom0's kernel must not log while a disk is used.
 COMPLAINTS = (
     "I/O error|EXT4-fs (error|warning)|vbd.*(fatal|error)|blkfront:.*(unknown|error|failed)"
-    "|blocked for more than|Call Trace|Oops|BUG:"
+    "|blocked for more than|Call Trace|Oops|BUG:|not unmapped grant|disabled for further use"
 )
 
 

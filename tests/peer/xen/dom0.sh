@@ -97,6 +97,16 @@ verified() {
     --verify_state_save=0 --do_verify=1 --verify_backlog=32 "$@"
 }
 
+# rests PROGRAM DEVICE: stops the program. True when it runs, all of it is stopped, and the device has nothing in flight. Between two
+# passes of `hammer` there is no program to be stopped, and the next one would run.
+rests() {
+  killall -STOP $1 2>/dev/null || return 1
+  for id in $(pidof $1); do
+    ! grep -h '^State:' /proc/$id/task/*/status | grep -qv 'T (stopped)' || return 1
+  done
+  [ -n "$(pidof $1)" ] && [ "$(tr -d ' ' </sys/block/$2/inflight)" = 00 ]
+}
+
 # `NUMBER COMMAND` lines come in, answers go out; `leave` ends it.
 serve() {
   until_true 'ls /dev/vport*p1 >/dev/null 2>&1'
