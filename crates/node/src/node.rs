@@ -235,6 +235,11 @@ impl<G: Disk> Node<G> {
         self.published().let_go().await;
     }
 
+    /// True while [`Node::hold`] holds requests back: for those who watch. For a moment, in which a graph is exchanged, it may be false.
+    pub fn is_held(&self) -> bool {
+        self.published().is_held()
+    }
+
     /// Comes when somebody waits for the end of all requests ([`Disk::hurry`]).
     pub async fn hurried(&self) {
         self.haste.come().await;

@@ -205,6 +205,11 @@ impl<G: Disk> Published<G> {
         Ok(control.epochs.clone())
     }
 
+    /// True while [`Published::hold`] keeps the gate closed; false, too, while an exchange is at work.
+    pub(crate) fn is_held(&self) -> bool {
+        self.control.try_lock().is_some_and(|control| control.is_held)
+    }
+
     /// Opens the gate that [`Published::hold`] has closed.
     pub(crate) async fn let_go(&self) {
         let mut control = self.control.lock().await;

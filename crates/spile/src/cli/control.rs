@@ -206,6 +206,7 @@ pub fn ls(args: &LsArgs) -> Result<Exit> {
     });
     say(table);
     disks.iter().filter_map(is_paused).for_each(say);
+    disks.iter().filter_map(goes_back).for_each(say);
     disks.iter().filter_map(waits_for).for_each(say);
     for (disk, failed) in disks.iter().filter_map(|disk| Some((disk, disk.failed_sync.as_ref()?))) {
         say(format_args!("{}: every flush fails: {}", disk.name, failed.message));
@@ -219,6 +220,13 @@ fn is_paused(disk: &Disk) -> Option<String> {
     let name = &disk.name;
     let end = format!("spile resume {name} --pause {id}");
     Some(format!("{name}: paused since {time_s:.0} s, for {at_most_s:.0} s at most; `{end}` ends that"))
+}
+
+/// A line for a disk that is about to go back to a snapshot.
+fn goes_back(disk: &Disk) -> Option<String> {
+    let name = &disk.name;
+    let why = "all requests wait for those in flight, because of `spile revert`; `spile slow` shows these";
+    (disk.state == "reverting").then(|| format!("{name}: {why}"))
 }
 
 /// A line for a disk that waits: what for, since when, and how many requests.
@@ -247,6 +255,7 @@ pub fn show(args: &ShowArgs) -> Result<Exit> {
     say(format_args!("shape: {}", shape::describe(disk)));
     limit::lines(&disk.limits).into_iter().for_each(say);
     is_paused(disk).into_iter().for_each(say);
+    goes_back(disk).into_iter().for_each(say);
     waits_for(disk).into_iter().for_each(say);
     disk.failed_sync.iter().for_each(|failed| say(format_args!("every flush fails: {}", failed.message)));
     if !disk.checkpoints.is_empty() {

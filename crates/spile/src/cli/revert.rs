@@ -139,6 +139,13 @@ pub fn run(args: &RevertArgs) -> Result<Exit> {
 
 /// Has the disk `name` of `server` go back.
 fn served(args: &RevertArgs, server: &Path, name: &str) -> Result<Reverted> {
+    let format = args.format.map(|_| "--format".into());
+    if let Some(option) = format.into_iter().chain(args.parents.arguments()).next() {
+        let what = format!("{} is for a disk that no server has, and {name:?} is served", option.to_string_lossy());
+        let hint =
+            "the disk's server opens images with its own options: start it with this one, or detach the disk first";
+        return Err(Error::new(ErrorKind::InvalidInput, what).hint(hint));
+    }
     let detail: DiskDetail = ask(server, "GET", &path_of(name), LOOK_PATIENCE)?;
     let leaf = detail.layers.first().map_or_else(|| PathBuf::from(&detail.disk.path), |leaf| leaf.path.clone().into());
     let snapshot = snapshot_of(&args.snapshot, &leaf, || parents_of(&detail))?;

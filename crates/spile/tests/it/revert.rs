@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::common::host::serve;
 use crate::common::nbd::Client;
-use crate::common::{eventually, fails, json, ok};
+use crate::common::{Served, eventually, fails, json, ok};
 use crate::snapshot::{chain, images, raw_of, with_snapshot};
 
 const BLOCK: u64 = 4096;
@@ -208,6 +208,8 @@ fn a_served_disk_that_cannot_go_back_goes_on() {
         (&["s.vhd", "--keep", "s"][..], 1, "already"),
         (&["a.vhd", "--discard"], 2, "the disk itself"),
         (&["missing", "--discard"], 1, "missing"),
+        (&["s", "--discard", "--allow-parents", "/"], 2, "--allow-parents is for a disk that no server has"),
+        (&["s", "--discard", "--format", "raw"], 2, "--format is for a disk that no server has"),
         (&["/etc/hostname", "--discard", "--in-use"], 2, "extension"),
         // That the disk's name would belie its new leaf is found when what it held is a snapshot already.
         (&["other.qcow2", "--keep", "t"], 1, "misread"),
@@ -230,6 +232,31 @@ fn a_served_disk_that_cannot_go_back_goes_on() {
     drop(client);
     assert!(served.terminate().success());
     assert_eq!((images(dir), raw_of(dir, "a.vhd", "out.raw")[0]), (before, 6));
+}
+
+#[test]
+fn a_disk_that_waits_to_go_back_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    with_snapshot(dir);
+    let mut command = crate::common::spile();
+    command.args(["serve", "a.vhd", "--nbd", "unix:n", "--control", "c"]);
+    let served = Served::spawn(command.current_dir(dir).env("SPILE_TEST_SLOW", "2500:4096"), dir.join("n")).unwrap();
+    let client = Client::connect(&served.uri()).unwrap();
+    let state = || json(dir, &["show", "c"])["state"].clone();
+    assert_eq!(state(), "running");
+    std::thread::scope(|scope| {
+        scope.spawn(|| client.write(0, &[7; 4096], false).unwrap());
+        let in_flight = || json(dir, &["slow", "c"])["in_flight"].as_array().is_some_and(|those| !those.is_empty());
+        eventually("the write is in flight", in_flight);
+        let back = scope.spawn(|| ok(dir, &["revert", "c", "s", "--discard", "--in-use"]));
+        eventually("the disk waits", || state() == "reverting");
+        assert!(ok(dir, &["show", "c"]).contains("because of `spile revert`"));
+        back.join().unwrap();
+    });
+    assert_eq!(state(), "running");
+    drop(client);
+    assert!(served.terminate().success());
 }
 
 #[test]

@@ -116,6 +116,8 @@ impl DiskView {
         Disk {
             state: match (&paused, &waiting, &failed_sync) {
                 (Some(_), ..) => "paused",
+                // What holds a disk and is no pause is a way back.
+                _ if self.disk.is_held() => "reverting",
                 (None, Some(_), _) => "waiting",
                 (None, None, Some(_)) => "sync_failed",
                 (None, None, None) => match self.doors.passage() {

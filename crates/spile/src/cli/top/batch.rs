@@ -35,7 +35,7 @@ pub struct TopDisk {
     /// The disk and its layers. There are no layers where there is no interval.
     #[serde(flatten)]
     pub rates: DiskRates,
-    /// `running`, `paused`, `waiting` or `sync_failed`, as in `spile ls`.
+    /// `running`, `paused`, `reverting`, `waiting` or `sync_failed`, as in `spile ls`.
     pub state: String,
     /// Why there is no interval: the disk has just come, its server was replaced, or does not answer.
     pub no_interval: Option<String>,

@@ -253,6 +253,7 @@ impl DiskRow {
         let trouble = match self.disk.state.as_str() {
             "waiting" => "waits",
             "paused" => "paused",
+            "reverting" => "goes back",
             "sync_failed" => "sync failed",
             _ => "",
         };

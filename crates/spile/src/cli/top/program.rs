@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-use nix::sys::signal::Signal;
 use crossterm::event::{self, KeyEvent, KeyEventKind};
+use nix::sys::signal::Signal;
 use spile_core::{Error, ErrorKind, Result};
 
 use super::app::App;

@@ -3,11 +3,11 @@
 use std::io::{IsTerminal, Stdout, stdin, stdout};
 use std::sync::mpsc::Sender;
 
-use nix::sys::signal::{SigSet, Signal, raise};
-use ratatui::backend::CrosstermBackend;
 use crossterm::cursor::{Hide, Show};
 use crossterm::execute;
 use crossterm::terminal::{EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode};
+use nix::sys::signal::{SigSet, Signal, raise};
+use ratatui::backend::CrosstermBackend;
 use ratatui::{Frame, Terminal};
 use spile_core::{Error, Result};
 
