@@ -136,6 +136,17 @@ mod tests {
         assert!(error.to_string().contains("no eventfd"), "{error}");
     }
 
+    fn on_each_engine(test: impl Fn(&Engine, EngineKind)) {
+        for kind in EngineKind::ALL {
+            let Ok(engine) = Engine::start(Config { kind, workers: 1, ..Config::default() }) else {
+                println!("SKIP events on {kind}: the engine cannot be had");
+                continue;
+            };
+            test(&engine, kind);
+            engine.shutdown();
+        }
+    }
+
     /// As a peer does that wants us to wait: it is full, and set to block.
     fn fill(peer: &OwnedFd) {
         let set = |flags| rustix::fs::fcntl_setfl(peer, flags).unwrap();
@@ -150,11 +161,7 @@ mod tests {
     /// A front end may clear O_NONBLOCK on its side at any moment, and fill or empty the count.
     #[test]
     fn a_peer_cannot_have_us_wait() {
-        for kind in EngineKind::ALL {
-            let Ok(engine) = Engine::start(Config { kind, workers: 1, ..Config::default() }) else {
-                println!("SKIP events on {kind}: the engine cannot be had");
-                continue;
-            };
+        on_each_engine(|engine, _| {
             let fd = sys::eventfd().unwrap();
             let peer = fd.try_clone().unwrap();
             let event = Arc::new(Event::from_fd(fd).unwrap());
@@ -175,18 +182,13 @@ mod tests {
             let full = last.clone();
             engine.run_on(0, move || async move { full.ring() });
             // Nobody waits for that ring, nor does the end.
-            engine.shutdown();
-        }
+        });
     }
 
     /// The guest may have heard all rings that are in flight before it waits for the next one.
     #[test]
     fn a_ring_after_many_that_were_heard_is_heard() {
-        for kind in EngineKind::ALL {
-            let Ok(engine) = Engine::start(Config { kind, workers: 1, ..Config::default() }) else {
-                println!("SKIP events on {kind}: the engine cannot be had");
-                continue;
-            };
+        on_each_engine(|engine, kind| {
             let fd = sys::eventfd().unwrap();
             let peer = fd.try_clone().unwrap();
             let event = Event::from_fd(fd).unwrap();
@@ -203,18 +205,12 @@ mod tests {
             });
             // Some of the many may come with the last one.
             assert!(heard.0 > 0 && heard.0 + heard.1 == u64::from(MAX_RINGS) + 1, "{kind}: {heard:?}");
-            engine.shutdown();
-        }
+        });
     }
 
     #[test]
     fn waits_end_with_a_ring_before_or_after_on_each_engine() {
-        for kind in EngineKind::ALL {
-            let config = Config { kind, workers: 1, ..Config::default() };
-            let Ok(engine) = Engine::start(config) else {
-                println!("SKIP events on {kind}: the engine cannot be had");
-                continue;
-            };
+        on_each_engine(|engine, _| {
             for _ in 0..2 {
                 let fd = sys::eventfd().unwrap();
                 let other = fd.try_clone().unwrap();
@@ -231,7 +227,6 @@ mod tests {
                 engine.run_on(0, move || async move { event.wait().await.unwrap() });
                 ringer.join().unwrap();
             }
-            engine.shutdown();
-        }
+        });
     }
 }

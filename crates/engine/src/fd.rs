@@ -40,14 +40,6 @@ impl Table {
     }
 }
 
-impl Fd {
-    /// True when a write to this eventfd is to be begun because one was left out, and none is in flight or one has just ended. Whoever
-    /// is told so begins it.
-    pub(crate) fn takes_left_out_ring(&self) -> bool {
-        self.lacks_ring.load(Ordering::SeqCst) && self.lacks_ring.swap(false, Ordering::SeqCst)
-    }
-}
-
 /// Hears of a failed sync: of which file, and its errno.
 type Hear = Box<dyn Fn(BorrowedFd<'_>, i32) + Send + Sync>;
 
@@ -203,6 +195,11 @@ impl Fd {
     /// The errno of the first sync that failed, if one has.
     pub(crate) fn sync_errno(&self) -> Option<i32> {
         Some(self.sync_errno.load(Ordering::Acquire)).filter(|errno| *errno != 0)
+    }
+
+    /// True when a write to this eventfd was left out. Whoever is told so begins it.
+    pub(crate) fn takes_left_out_ring(&self) -> bool {
+        self.lacks_ring.load(Ordering::SeqCst) && self.lacks_ring.swap(false, Ordering::SeqCst)
     }
 }
 
