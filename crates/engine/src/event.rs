@@ -3,7 +3,6 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use spile_core::{Error, ErrorKind, Result, Segment};
 
@@ -39,11 +38,6 @@ pub trait EventDevice: Send + Sync {
     /// Rings the other side. Must not wait. Nothing can be done when it fails: then nobody listens.
     fn ring(&self, fd: BorrowedFd<'_>);
 }
-
-/// The most writes in flight to one eventfd. There are more when it is full, or when much is answered before the ends of the writes are
-/// looked at. The other side may have heard all of them by then, so what is more than that becomes one more write, once one of them has
-/// ended.
-const MAX_RINGS: u32 = 64;
 
 impl Event {
     /// Takes over an eventfd.
@@ -102,19 +96,11 @@ impl Event {
             Kind::Eventfd(one) => one,
             Kind::Device(device) => return device.ring(self.as_fd()),
         };
-        let rings = &self.fd.rings;
         worker::with(|w| {
             let mut reactor = w.reactor.borrow_mut();
-            if reactor.has_ring() && rings.fetch_add(1, Ordering::SeqCst) >= MAX_RINGS {
-                rings.fetch_sub(1, Ordering::SeqCst);
-                self.fd.lacks_ring.store(true, Ordering::SeqCst);
-                // Another worker may have seen the last of them end before that was noted.
-                if rings.load(Ordering::SeqCst) > 0 || !self.fd.takes_left_out_ring() {
-                    return;
-                }
-                rings.fetch_add(1, Ordering::SeqCst);
+            if !reactor.has_ring() || self.fd.begin_ring() {
+                reactor.ring(&self.fd, one);
             }
-            reactor.ring(&self.fd, one);
         });
     }
 
@@ -127,6 +113,7 @@ impl Event {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fd::MAX_RINGS;
     use crate::{Config, Engine, EngineKind};
 
     #[test]

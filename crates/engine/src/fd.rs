@@ -16,6 +16,11 @@ use crate::file_pool::Lane;
 use crate::shared::{Message, WorkerLink, relock};
 use crate::sys;
 
+/// The most writes in flight to one eventfd. There are more when it is full, or when much is answered before the ends of the writes are
+/// looked at. The other side may have heard all of them by then, so what is more than that becomes one more write, once one of them has
+/// ended.
+pub(crate) const MAX_RINGS: u32 = 64;
+
 /// The size of a ring's table of registered files: 8 bytes each, here and in the kernel. More files are used without being registered.
 pub(crate) const TABLE_FILES: u32 = 16 << 10;
 
@@ -82,9 +87,9 @@ pub(crate) struct Fd {
     /// A socket to a store: what it brings are completions, and not requests.
     pub(crate) is_store: bool,
     /// Of an eventfd: the number of writes to it that are in flight.
-    pub(crate) rings: AtomicU32,
+    rings: AtomicU32,
     /// Of an eventfd: a write was left out because of those in flight. The next one that ends is followed by one more.
-    pub(crate) lacks_ring: AtomicBool,
+    lacks_ring: AtomicBool,
     /// The errno of the first sync of this file that failed; 0 when none has. The kernel reports a failure once only.
     sync_errno: AtomicI32,
     known_to: Mutex<SmallVec<[Arc<WorkerLink>; 1]>>,
@@ -197,9 +202,29 @@ impl Fd {
         Some(self.sync_errno.load(Ordering::Acquire)).filter(|errno| *errno != 0)
     }
 
-    /// True when a write to this eventfd was left out. Whoever is told so begins it.
-    pub(crate) fn takes_left_out_ring(&self) -> bool {
-        self.lacks_ring.load(Ordering::SeqCst) && self.lacks_ring.swap(false, Ordering::SeqCst)
+    /// Counts a write to this eventfd that is to begin now. False when it is left out: [`Fd::end_ring`] asks for it later.
+    pub(crate) fn begin_ring(&self) -> bool {
+        if self.rings.fetch_add(1, Ordering::SeqCst) < MAX_RINGS {
+            return true;
+        }
+        self.rings.fetch_sub(1, Ordering::SeqCst);
+        self.lacks_ring.store(true, Ordering::SeqCst);
+        // Another worker may have seen the last of them end before that was noted.
+        self.rings.load(Ordering::SeqCst) == 0 && self.begin_left_out_ring()
+    }
+
+    /// Counts the end of a write to this eventfd. True when one was left out, and is to begin now; only after a write that was done.
+    pub(crate) fn end_ring(&self, is_done: bool) -> bool {
+        self.rings.fetch_sub(1, Ordering::SeqCst);
+        is_done && self.begin_left_out_ring()
+    }
+
+    fn begin_left_out_ring(&self) -> bool {
+        let begins = self.lacks_ring.load(Ordering::SeqCst) && self.lacks_ring.swap(false, Ordering::SeqCst);
+        if begins {
+            self.rings.fetch_add(1, Ordering::SeqCst);
+        }
+        begins
     }
 }
 

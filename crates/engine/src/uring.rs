@@ -20,7 +20,6 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
@@ -467,10 +466,8 @@ impl Uring {
         let slot = &mut self.slots[index_of(key)];
         let mut again = None;
         if let (Kind::Ring, Some(op)) = (slot.kind, &slot.op) {
-            op.fd.rings.fetch_sub(1, Ordering::SeqCst);
             self.rings -= 1;
-            if outcome.is_ok() && op.fd.takes_left_out_ring() {
-                op.fd.rings.fetch_add(1, Ordering::SeqCst);
+            if op.fd.end_ring(outcome.is_ok()) {
                 again = Some(Op::ring(&op.fd, &op.segments.as_slice()[0]));
             }
         }
