@@ -24,6 +24,9 @@ use crate::jobs::{self, Access};
 /// So many jobs that have ended are kept for each disk.
 const KEPT: usize = 7;
 
+/// What keeps jobs away while a disk goes back to a snapshot, in words.
+const REVERT: &str = "a revert";
+
 /// Keeps jobs of a disk from beginning until it is dropped.
 pub struct Held(Option<Arc<DiskJobs>>);
 
@@ -380,7 +383,12 @@ impl DiskJobs {
     /// # Errors
     /// `Busy` while the disk has a job, or something else changes its images.
     pub fn hold_for_revert(self: &Arc<Self>) -> Result<Held> {
-        self.hold_beside("a revert", |_| false)
+        self.hold_beside(REVERT, |_| false)
+    }
+
+    /// True while [`DiskJobs::hold_for_revert`] keeps jobs away.
+    pub fn are_held_for_revert(&self) -> bool {
+        self.state().held_for == Some(REVERT)
     }
 
     fn hold_beside(self: &Arc<Self>, what: &'static str, goes_with: fn(&What) -> bool) -> Result<Held> {

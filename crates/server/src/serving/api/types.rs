@@ -40,8 +40,9 @@ pub struct Disk {
     /// Writes are refused.
     pub read_only: bool,
     /// `running`; `paused` while all requests wait, because of `spile pause`; `reverting` while they wait for those in flight to end, because
-    /// of `spile revert`; `waiting` while requests wait for trouble below the disk to pass; `sync_failed` when a sync has failed, and so every flush fails; `incoming` and `handed_over` while guests by vhost-user or
-    /// blkif wait, because the disk is not yet here, or at another host.
+    /// of `spile revert`; `waiting` while requests wait for trouble below the disk to pass; `sync_failed` when a sync has failed, and so every
+    /// flush fails; `incoming` and `handed_over` while guests by vhost-user or blkif wait, because the disk is not yet here, or at another
+    /// host.
     #[serde(default)]
     pub state: String,
     /// The pause of the disk, while there is one.

@@ -116,8 +116,8 @@ impl DiskView {
         Disk {
             state: match (&paused, &waiting, &failed_sync) {
                 (Some(_), ..) => "paused",
-                // What holds a disk and is no pause is a way back.
-                _ if self.disk.is_held() => "reverting",
+                // A pause, too, holds the disk for a moment before it is told, and after it has ended.
+                _ if self.jobs.are_held_for_revert() && self.disk.is_held() => "reverting",
                 (None, Some(_), _) => "waiting",
                 (None, None, Some(_)) => "sync_failed",
                 (None, None, None) => match self.doors.passage() {
