@@ -92,7 +92,7 @@ def run_file(path, words):
         return json.loads(records)
     except subprocess.TimeoutExpired:
         return [(path.stem, "failed", f"not done after {FILE_LIMIT_S} s", FILE_LIMIT_S)]
-    except (IndexError, ValueError):
+    except ValueError:
         return [(path.stem, "failed", f"broke with exit code {done.returncode}", 0)]
 
 
