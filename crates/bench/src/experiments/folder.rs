@@ -178,10 +178,18 @@ fn remove_remains(parent: &Path) {
         if !is_own || flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
             continue;
         }
-        match std::fs::read_to_string(path.join(MARK)) {
+        let mark = path.join(MARK);
+        match std::fs::read_to_string(&mark) {
             Ok(boot) if boot == boot_id() => {
                 remove(&path);
                 complain(format_args!("removed what a killed run had left: {}", path.display()));
+            }
+            // A run that was killed while it wrote the mark has left nothing else.
+            Ok(boot) if boot.is_empty() => {
+                let _ = std::fs::remove_file(&mark);
+                if std::fs::remove_dir(&path).is_ok() {
+                    complain(format_args!("removed what a killed run had left: {}", path.display()));
+                }
             }
             Ok(_) => complain(format_args!(
                 "note: a run of another boot or host has left {}; remove it when that run is over",
@@ -223,6 +231,7 @@ mod tests {
         let (here, elsewhere) = (boot_id(), "another boot".to_owned());
         for (name, file, text) in [
             ("1-left", MARK, &here),
+            ("1-unwritten", MARK, &String::new()),
             ("2-elsewhere", MARK, &elsewhere),
             ("2026-11", "results.json", &here),
             ("notes", MARK, &here),
