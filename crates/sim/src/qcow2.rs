@@ -18,6 +18,12 @@ pub struct Form {
     pub refcount_order: u32,
 }
 
+/// True for the seeds that draw qcow2 images, in the modes that had VHDs only at first. The other seeds stay what they were, so those that
+/// once found something do not change.
+pub(crate) fn is_drawn(seed: u64) -> bool {
+    matches!(seed % 5, 1 | 3)
+}
+
 impl Form {
     /// Draws a form for clusters of `cluster_bytes`.
     pub fn draw(rng: &mut Rng, cluster_bytes: u32) -> Self {

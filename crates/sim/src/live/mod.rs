@@ -1,6 +1,6 @@
 //! Disks whose graphs are exchanged while clients work, and while everything may end at any step.
 //!
-//! Each disk is a [`Node`] over a chain: a dynamic VHD or a raw image, and differencing VHDs. A task puts a new leaf on top
+//! Each disk is a [`Node`] over a chain: a raw image or a VHD and VHDs over it, or qcow2 images. A task puts a new leaf on top
 //! of some of the disks at once, again and again, by the code that makes snapshots ([`spile_life::snapshot`]): with the names of files, links
 //! and renames of a real folder. Once the old epoch has ended, the old leaf is sealed. Meanwhile disks may grow, and in some lives
 //! the host's operations fail: a snapshot, a sealing or a growth that fails leaves the disk as it was. What has to hold:
@@ -42,6 +42,7 @@ use crate::explore::{Finding, catch_findings};
 use crate::faults::Faults;
 use crate::oracle::Oracle;
 use crate::plan::{Life, Plan};
+use crate::qcow2::{self, Form};
 use crate::rng::Rng;
 use crate::workload::Workload;
 use crate::world::World;
@@ -54,8 +55,10 @@ type LiveNode = Arc<Node<LiveGraph>>;
 
 /// A disk over all lives of the process.
 struct LiveDisk {
-    /// Its first image is raw; else it is a dynamic VHD.
+    /// Its first image is raw, and the others are VHDs.
     is_raw: bool,
+    /// All its images are qcow2, and the first one has this form; else they are VHDs.
+    form: Option<Form>,
     /// What the guest may read.
     oracle: Rc<RefCell<Oracle>>,
     /// A snapshot or a growth of it is under way: one at a time.
@@ -139,7 +142,15 @@ pub fn run_live(seed: u64, broken: Broken, trace: bool) -> Result<LiveSummary, F
         world.keep_trace();
     }
     let size_bytes = watched_bytes + u64::from(block_bytes);
-    let disks = (0..rng.between(1, 3)).map(|_| LiveDisk::new(rng.chance(1, 3), size_bytes)).collect();
+    let mut of_form = Rng::new(seed).split(54);
+    let count = rng.between(1, 3);
+    let mut disk = || {
+        let is_raw = rng.chance(1, 3);
+        let is_qcow2 = !is_raw && qcow2::is_drawn(seed) && of_form.chance(3, 4);
+        let form = is_qcow2.then(|| Form::draw(&mut of_form, block_bytes));
+        LiveDisk::new(is_raw, form, size_bytes)
+    };
+    let disks = (0..count).map(|_| disk()).collect();
     let host = Rc::new(Host {
         world: world.clone(),
         plan: Rc::new(plan),
@@ -162,11 +173,16 @@ pub fn run_live(seed: u64, broken: Broken, trace: bool) -> Result<LiveSummary, F
 }
 
 impl LiveDisk {
-    fn new(is_raw: bool, size_bytes: u64) -> Self {
+    fn new(is_raw: bool, form: Option<Form>, size_bytes: u64) -> Self {
         let (told_bytes, asked_bytes) = (Cell::new(size_bytes), Cell::new(size_bytes));
         let (is_claimed, snapshots) = (Cell::new(false), Cell::new(0));
         let going_back = RefCell::default();
-        Self { is_raw, oracle: Rc::default(), is_claimed, snapshots, going_back, told_bytes, asked_bytes }
+        Self { is_raw, form, oracle: Rc::default(), is_claimed, snapshots, going_back, told_bytes, asked_bytes }
+    }
+
+    /// The format of all its images but a raw first one.
+    fn format(&self) -> Format {
+        if self.form.is_some() { Format::Qcow2 } else { Format::Vhd }
     }
 
     /// Claims the disk for a change of its images. False while another one is under way.
@@ -207,7 +223,7 @@ impl Host {
     }
 
     fn path(&self, disk: usize) -> PathBuf {
-        PathBuf::from(format!("/images/disk{disk}.vhd"))
+        PathBuf::from(format!("/images/disk{disk}.{}", self.disks[disk].format()))
     }
 
     /// Makes the first image of a disk, durable.
@@ -217,6 +233,10 @@ impl Host {
             self.world.install_empty(&path, size_bytes);
             return Ok(());
         }
+        if let Some(form) = self.disks[disk].form {
+            self.world.install_empty(&path, 0);
+            return form.install(&self.world, &path, size_bytes, self.block_bytes, None).await;
+        }
         let params =
             CreateParams { block_size_bytes: self.block_bytes, ..CreateParams::new(DiskType::Dynamic, size_bytes) };
         self.world.install_vhd(&path, &params).await
@@ -225,7 +245,7 @@ impl Host {
     /// The format of the image at `path`. An operator knows which disk is raw; here the file that was made first tells.
     fn format_at(&self, disk: usize, path: &Path) -> Format {
         let is_first = self.world.file_number(path) == Some(disk);
-        if self.disks[disk].is_raw && is_first { Format::Raw } else { Format::Vhd }
+        if self.disks[disk].is_raw && is_first { Format::Raw } else { self.disks[disk].format() }
     }
 
     async fn open(&self, disk: usize, path: &Path, read_only: bool) -> Result<LiveGraph> {

@@ -11,7 +11,7 @@ use spile_life::motion::{CameFrom, Move, old_image};
 use spile_life::{Work, names};
 
 use super::marks::Marked;
-use super::{Host, MotionNode, PARENTS, SHARED};
+use super::{Host, MotionNode, SHARED};
 use crate::jobs;
 use crate::rng::Rng;
 use crate::turns::{Turns, pause, turns};
@@ -32,6 +32,8 @@ impl Host {
             pause(&mut rng, 100).await;
             self.begun.set(self.begun.get() + 1);
             let format = *rng.pick(&[Format::Vhd, Format::Vhd, Format::Raw]);
+            let is_qcow2 = self.qcow2_rng.as_ref().is_some_and(|rng| rng.borrow_mut().chance(1, 2));
+            let format = if is_qcow2 && format == Format::Vhd { Format::Qcow2 } else { format };
             let to = PathBuf::from(format!("/array/{}/disk.{format}", self.begun.get()));
             // Now and then back to where the disk came from.
             let came = CameFrom::read(&self.world.files(), &self.at()).await.ok().flatten();
@@ -42,8 +44,11 @@ impl Host {
             // Now and then with its parents.
             let has_parents = node.graph().await.handles().len() > 1;
             let keeps_chain = has_parents && rng.chance(2, 3);
-            let (to, format) = match keeps_chain && (format != Format::Vhd || rng.chance(3, 4)) {
-                true => (Path::new(SHARED).join(format!("disk{}.vhd", self.begun.get())), Format::Vhd),
+            let (to, format) = match keeps_chain && (format == Format::Raw || rng.chance(3, 4)) {
+                true => {
+                    let format = if is_qcow2 { Format::Qcow2 } else { Format::Vhd };
+                    (Path::new(SHARED).join(format!("disk{}.{format}", self.begun.get())), format)
+                }
                 false => (to, format),
             };
             let plan = Plan::Move(Move {
@@ -165,8 +170,8 @@ impl Host {
 
     /// True when a parent of the disk, which has these layers, is at the place `to` already. Now and then an operator has written to that.
     async fn spoil_parents(&self, layers: &[LayerInfo], to: &Path) -> bool {
-        let copies =
-            PARENTS.iter().filter_map(|parent| Path::new(parent).file_name().map(|name| to.with_file_name(name)));
+        let parents = self.parents();
+        let copies = parents.iter().filter_map(|parent| parent.file_name().map(|name| to.with_file_name(name)));
         let there: Vec<_> = copies.filter(|copy| self.world.file_number(copy).is_some()).collect();
         let free: Vec<_> = there.iter().filter(|copy| layers.iter().all(|layer| layer.path != **copy)).collect();
         // A half that goes on is a child of them.

@@ -1,6 +1,6 @@
 //! Disks that are moved while clients work, and while everything may end at any step.
 //!
-//! The disk is a raw image, a dynamic VHD, or a differencing VHD over one of them. In each life a job of `spile-life` moves it to a new place, or
+//! The disk is a raw image, a VHD or a qcow2 image, perhaps over parents of its own format. In each life a job of `spile-life` moves it to a new place, or
 //! goes on where the life before has left it. The next move begins at the new place. What has to hold:
 //!
 //! - **For the guest nothing happens.** One oracle judges all reads over all moves and crashes.
@@ -34,6 +34,7 @@ use crate::explore::{Finding, catch_findings};
 use crate::faults::Faults;
 use crate::oracle::Oracle;
 use crate::plan::{Life, Plan};
+use crate::qcow2::{self, Form};
 use crate::rng::Rng;
 use crate::store::SimStore;
 use crate::workload::Workload;
@@ -42,8 +43,8 @@ use marks::Tracking;
 
 type MotionNode = Arc<Node<Graph<SimStore>>>;
 
-/// The parents of the first image, if it has some: the last ones of these, the lowest first.
-const PARENTS: [&str; 2] = ["/images/base.vhd", "/images/parent.vhd"];
+/// The names of the first image's parents, if it has some: the last ones of these, the lowest first. Their extension is its own.
+const PARENTS: [&str; 2] = ["/images/base", "/images/parent"];
 
 /// The folder to which disks go with their parents: some find them there.
 const SHARED: &str = "/array/shared";
@@ -55,6 +56,12 @@ struct Host {
     broken: Broken,
     size_bytes: u64,
     block_bytes: u32,
+    /// The form of every qcow2 image.
+    form: Form,
+    /// The first image, and its parents, are qcow2 where they are not raw; else they are VHDs.
+    is_qcow2: bool,
+    /// Draws which disks go to a qcow2 image; none do where this is left out.
+    qcow2_rng: Option<RefCell<Rng>>,
     sizes: Sizes,
     /// Where the disk is, as far as its operator knows: a move that was told to have ended is at its new place.
     at: RefCell<PathBuf>,
@@ -138,13 +145,23 @@ pub fn run_motion(seed: u64, broken: Broken, trace: bool) -> Result<MotionSummar
         Broken::CarriedLate => changes::Broken::CarriedLate,
         _ => changes::Broken::Nothing,
     };
-    let first = if rng.chance(1, 3) { "/images/disk.raw" } else { "/images/disk.vhd" };
+    let mut qcow2_rng = Rng::new(seed).split(83);
+    let is_qcow2 = qcow2::is_drawn(seed) && qcow2_rng.chance(2, 3);
+    let form = Form::draw(&mut qcow2_rng, block_bytes);
+    let first = match (rng.chance(1, 3), is_qcow2) {
+        (true, _) => "/images/disk.raw",
+        (false, true) => "/images/disk.qcow2",
+        (false, false) => "/images/disk.vhd",
+    };
     let host = Rc::new(Host {
         world: world.clone(),
         plan: Rc::new(plan),
         broken,
         size_bytes,
         block_bytes,
+        form,
+        is_qcow2,
+        qcow2_rng: qcow2::is_drawn(seed).then(|| RefCell::new(qcow2_rng)),
         sizes,
         at: RefCell::new(first.into()),
         to: RefCell::default(),
@@ -191,9 +208,12 @@ impl Host {
     /// Makes the first image, durable, with something in it; and now and then parents with something in them.
     fn fill(self: &Rc<Self>, rng: &mut Rng) {
         let first = self.at();
-        let has_parent = first.extension().is_some_and(|extension| extension == "vhd") && rng.chance(1, 2);
-        let parents = if has_parent { &PARENTS[self.window_rng.borrow_mut().below(2) as usize..] } else { &[] };
-        let images: Vec<PathBuf> = parents.iter().map(PathBuf::from).chain([first]).collect();
+        let has_parent = first.extension().is_some_and(|extension| extension != "raw") && rng.chance(1, 2);
+        let parents = match has_parent {
+            true => self.parents().split_off(self.window_rng.borrow_mut().below(2) as usize),
+            false => Vec::new(),
+        };
+        let images: Vec<PathBuf> = parents.into_iter().chain([first]).collect();
         for (number, path) in images.iter().cloned().enumerate() {
             let (host, word) = (self.clone(), rng.word());
             let parent = number.checked_sub(1).map(|below| images[below].clone());
@@ -207,6 +227,12 @@ impl Host {
         }
     }
 
+    /// Where the parents of the first image are, or would be.
+    fn parents(&self) -> Vec<PathBuf> {
+        let extension = if self.is_qcow2 { "qcow2" } else { "vhd" };
+        PARENTS.iter().map(|name| Path::new(name).with_extension(extension)).collect()
+    }
+
     async fn make(&self, path: &Path, parent: Option<&Path>) -> Result<()> {
         self.make_as(path, Format::from_extension(path).unwrap_or(Format::Vhd), parent).await
     }
@@ -215,6 +241,12 @@ impl Host {
         if format == Format::Raw {
             self.world.install_empty(path, self.size_bytes);
             return Ok(());
+        }
+        if format == Format::Qcow2 {
+            let name = parent.and_then(|at| at.file_name()).map(|name| name.to_string_lossy());
+            let parent = name.as_deref().map(|name| (name, "qcow2"));
+            self.world.install_empty(path, 0);
+            return self.form.install(&self.world, path, self.size_bytes, self.block_bytes, parent).await;
         }
         let files = self.world.files();
         let mut params = match parent {

@@ -72,7 +72,7 @@ fn a_leaf_that_is_sealed_before_its_epoch_has_ended_is_found() {
 
 #[test]
 fn a_flush_that_covers_only_the_new_leaf_is_found() {
-    bites(Broken::FlushOfLeaf, 131, " reads ");
+    bites(Broken::FlushOfLeaf, 346, " reads ");
 }
 
 #[test]
@@ -82,7 +82,7 @@ fn a_leaf_that_takes_the_disks_path_before_it_is_durable_is_found() {
 
 #[test]
 fn an_exchange_before_the_new_name_is_durable_is_found() {
-    bites(Broken::RenameNotDurable, 1403, " reads ");
+    bites(Broken::RenameNotDurable, 1513, " reads ");
 }
 
 #[test]
@@ -112,7 +112,7 @@ fn a_way_back_of_a_disk_in_use_that_a_power_cut_undoes_is_found() {
 
 #[test]
 fn a_way_back_that_does_not_wait_for_requests_is_found() {
-    bites(Broken::BackInFlight, 346, " reads ");
+    bites(Broken::BackInFlight, 78, " reads ");
 }
 
 #[test]
