@@ -7,7 +7,9 @@ use spile_core::Via;
 use spile_sim::explore::{Finding, Options, Summary, explore};
 use spile_sim::faults::{Choice, How, Sabotage, Touch};
 use spile_sim::image::{Image, Kind};
-use spile_sim::plan::{Plan, Weights};
+use spile_sim::oracle::Crash;
+use spile_sim::plan::{Life, Plan, Weights};
+use spile_sim::rng::Rng;
 use spile_sim::seeds::{Mode, report, run_seeds};
 
 const SEEDS: u64 = 300;
@@ -48,9 +50,28 @@ fn busy(kind: Kind) -> impl Fn(u64, &Options) -> Result<Summary, Finding> {
     }
 }
 
+/// Lives that are cut off soon after their first writes, with no flush between: what a life syncs before it writes is all that is durable.
+fn cut_short(seed: u64, options: &Options) -> Result<Summary, Finding> {
+    let image = Image::draw(seed, Some(Kind::Qcow2));
+    let mut plan = Plan::draw(seed, image.leaf().size_bytes, image.leaf().block_bytes.into());
+    plan.hardware.devices = false;
+    plan.weights = Weights { write: 40, fua: 0, read: 10, flush: 0, discard: 0, zeroes: 0, extents: 0 };
+    let mut rng = Rng::new(seed).split(90);
+    plan.lives = (0..6).map(|_| cut_life(&mut rng)).collect();
+    explore(image, plan, options)
+}
+
+fn cut_life(rng: &mut Rng) -> Life {
+    Life { crash_at: Some(rng.between(20, 200)), crash: Crash::PowerCut, ..Life::quiet(100, 8) }
+}
+
 /// A seed finds the broken rule by a message with `sign`, and finds nothing while the rule is kept.
 fn bites(kind: Kind, rule: &str, sign: &str, sabotage: Sabotage) {
-    let (run, broken) = (busy(kind), Options { sabotage, ..Options::default() });
+    bites_in(busy(kind), rule, sign, sabotage);
+}
+
+fn bites_in(run: impl Fn(u64, &Options) -> Result<Summary, Finding>, rule: &str, sign: &str, sabotage: Sabotage) {
+    let broken = Options { sabotage, ..Options::default() };
     let found = (0..SEEDS).find_map(|seed| {
         let finding = run(seed, &broken).err().filter(|found| found.message.contains(sign))?;
         run(seed, &Options::default()).is_ok().then_some((seed, finding))
@@ -71,6 +92,33 @@ fn is_entry(touch: &Touch) -> bool {
 
 fn entries(wanted: fn(&Touch) -> bool) -> Choice {
     Arc::new(move |_, touch| is_entry(touch) && wanted(touch))
+}
+
+/// The write of refcounts, in a block that the refcount table names.
+fn counts() -> Choice {
+    Arc::new(|view, touch| {
+        let word = |at| {
+            let mut bytes = [0; 8];
+            view.read(at, &mut bytes);
+            u64::from_be_bytes(bytes)
+        };
+        let (table, cluster) = (word(48), 1 << (word(16) & 0xff));
+        let blocks = (0..cluster / 8).map(|entry| word(table + entry * 8)).take_while(|block| *block != 0);
+        let mut ranges = blocks.map(|block| block..block + cluster);
+        touch.how == How::Write(Via::Cached) && ranges.any(|range| range.contains(&touch.range.start))
+    })
+}
+
+#[test]
+fn case_35_a_cluster_is_counted_durably_before_it_is_used() {
+    let sabotage = Sabotage::Unsynced(counts());
+    bites_in(cut_short, "clusters are used before their counts are durable", "but the refcount is 0", sabotage);
+}
+
+#[test]
+fn case_50_a_hole_is_punched_before_the_cluster_is_used_again() {
+    let sabotage = Sabotage::Late(Arc::new(|_, touch| touch.how == How::Zero));
+    bites(Kind::Qcow2, "a hole is punched after the cluster got new data", CONTENT, sabotage);
 }
 
 #[test]
