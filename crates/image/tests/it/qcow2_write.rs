@@ -1,9 +1,12 @@
 //! Writing qcow2: what is stored, what is kept, and what is refused. The numbers are those of the cases in docs/qcow2.md.
 
+use std::pin::pin;
+use std::sync::atomic::Ordering::Relaxed;
+
 use crate::qcow2_image::{COPIED, Image, deflate};
 use crate::qcow2_walk::Walk;
-use crate::support::{FILE, World, block_on, pattern, read, write};
-use spile_core::{Disk, ErrorKind, Extent, WriteZeroes};
+use crate::support::{FILE, World, block_on, pattern, poll_once, read, write};
+use spile_core::{Disk, ErrorKind, Extent, Segments, WriteZeroes};
 use spile_image::Format;
 use spile_image::check::Severity;
 
@@ -227,4 +230,30 @@ fn what_is_discarded_is_used_again() {
     assert!(len < 64 << 20, "{len} bytes of file for 8 MiB");
     block_on(disk.close()).unwrap();
     assert_eq!(findings(&world), []);
+}
+
+/// Whoever began to read before a cluster was given up reads what it held: nothing is punched or written there meanwhile.
+#[test]
+fn case_50_a_cluster_is_not_emptied_and_not_used_again_under_a_reader() {
+    let world = world_of(Image::usual());
+    let (file, disk) = (world.files.file(PATH), world.open(PATH));
+    let data = pattern(1, CLUSTER as usize);
+    write(&disk, 0, &data);
+    let table = word(&world, word(&world, 40)) & !COPIED;
+    let data_at = word(&world, table) & !COPIED;
+    file.held_read.store(data_at, Relaxed);
+    let into = Segments::zeroed(CLUSTER as usize);
+    let mut reader = pin!(disk.read(Extent::from_range(0..CLUSTER), &into));
+    assert!(poll_once(reader.as_mut()).is_pending());
+    block_on(disk.discard(Extent::from_range(0..CLUSTER))).unwrap();
+    for cluster in 1..6 {
+        block_on(disk.flush()).unwrap();
+        write(&disk, cluster * CLUSTER, &pattern(2, CLUSTER as usize));
+    }
+    assert!(file.bytes(data_at, CLUSTER as usize) == data, "changed under a reader");
+    file.lets_read_go.store(true, Relaxed);
+    block_on(reader).unwrap();
+    assert!(into.to_vec() == data);
+    (0..3).for_each(|_| block_on(disk.flush()).unwrap());
+    assert!(file.bytes(data_at, CLUSTER as usize) != data, "never given back");
 }
