@@ -303,13 +303,36 @@ class Writing(Qcow2):
         self.assertNotIn("bitmaps", json.dumps(qemu_img_json("info", "-f", "qcow2", image)))
         self.assertIn('"usable": false', json.dumps(spile_json("info", image)))
 
+    def test_an_image_whose_writer_was_killed(self):
+        """Spile makes its refcounts anew when it opens it for writing, and says so."""
+        kinds = ("", ",extended_l2=on", ",cluster_size=512,refcount_bits=32", ",refcount_bits=8")
+        for number, options in enumerate(kinds):
+            with self.subTest(options):
+                image = self.image("lazy_refcounts=on" + options, seed=90 + number)
+                words = ("write -P 5 3M 1M", "write -z -u 5M 1M", "flush", "sigraise 9")
+                run("qemu-io", "-f", "qcow2", *(word for line in words for word in ("-c", line)), image, ok=False)
+                self.assertTrue(spile_json("info", image)["layers"][0]["facts"]["dirty"])
+                self.assertNotEqual(run("qemu-img", "check", "-f", "qcow2", image, ok=None).returncode, 0)
+                truth = self.raw_of(image)
+                server = self.serve(image)
+                run("qemu-img", "compare", "-f", "raw", "-F", "raw", server.uri(), truth)
+                for target, kind in ((server.uri(), "raw"), (truth, "raw")):
+                    self.fill(target, 95 + number, kind, discards=False)
+                self.assertEqual(server.stop(), 0)
+                self.assertIn("its refcounts are made anew", server.output())
+                run("qemu-img", "check", "-q", "-f", "qcow2", image)
+                run("qemu-img", "compare", "-f", "qcow2", "-F", "raw", image, truth)
+                self.assertTrue(qemu_img_json("info", "-f", "qcow2", image)["format-specific"]["data"]["lazy-refcounts"])
+
     def test_what_is_refused(self):
         image = self.image()
         original = image.read_bytes()
-        for bit, word in ((1, "dirty"), (2, "corrupt")):
-            image.write_bytes(original[:79] + bytes([bit]) + original[80:])
+        l1 = struct.unpack_from(">Q", original, 40)[0]
+        looped = original[:l1] + struct.pack(">Q", l1 | 1 << 63) + original[l1 + 8 :]
+        for content, bit, words in ((original, 2, "marked corrupt"), (looped, 1, "cannot be made anew")):
+            image.write_bytes(content[:79] + bytes([bit]) + content[80:])
             before = image.read_bytes()
-            self.assertIn(word, text(spile("serve", image, "--nbd", "unix:/nowhere", ok=False).stderr))
+            self.assertIn(words, text(spile("serve", image, "--nbd", "unix:/nowhere", ok=False).stderr))
             self.assertEqual(image.read_bytes(), before)
         data = self.path("data.raw")
         image = self.image(f"data_file={data},data_file_raw=on", seed=8)

@@ -2,6 +2,7 @@
 
 mod backup;
 mod changes;
+mod dirty;
 mod exchange;
 mod found;
 mod gc;

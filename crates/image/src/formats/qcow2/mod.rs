@@ -1,7 +1,8 @@
 //! qcow2: versions 2 and 3, all that qemu-img makes, except encrypted images.
 //!
 //! An image that is open for reading only is never changed, and its refcounts are not looked at: feature bits that speak of
-//! writing (dirty, corrupt, lazy refcounts, autoclear bits) do not hinder reading. The head of `write` says in which order an image
+//! writing (dirty, corrupt, lazy refcounts, autoclear bits) do not hinder reading. One that is dirty gets new refcounts when it is opened
+//! for writing (`dirty`). The head of `write` says in which order an image
 //! that is open for writing is changed.
 //!
 //! Memory: L1 entries as the virtual size needs them (256 KiB at 16 TiB and 64 KiB clusters, 32 MiB at most), and L2 in
@@ -15,6 +16,7 @@ mod check;
 mod clusters;
 pub mod codec;
 mod create;
+mod dirty;
 mod facts;
 pub mod fill;
 mod flush;
@@ -91,7 +93,7 @@ impl ImageFormat for Qcow2Format {
     }
 
     async fn repair<S: Store>(store: &S, _: &dyn Env, _: Lost) -> Result<Report> {
-        check::repair(store).await
+        check::repair(store).await.map(|outcome| outcome.found)
     }
 }
 
