@@ -255,8 +255,9 @@ fn a_block_that_shares_pages_with_its_neighbours_is_served_through_the_page_cach
     set_entry(&file, 0, entry(&file, 0) - 6);
     let disk = world.open(A);
     assert!(!disk.layers()[0].direct);
-    let moved = [vec![0; 6 * 512], pattern(1, 1024)].concat();
-    assert_eq!(read(&disk, 0..4096), moved);
+    // Its old bitmap is in what the BAT calls its data.
+    let moved = [vec![0; 5 * 512], vec![0xff; 512], pattern(1, 1024)].concat();
+    assert!(read(&disk, 0..4096) == moved);
     // The disk was written directly before the damage.
     file.forget_ways();
     for at in [0, 2 * MIB - 4096, 2 * MIB, 4 * MIB] {
@@ -264,7 +265,7 @@ fn a_block_that_shares_pages_with_its_neighbours_is_served_through_the_page_cach
     }
     block_on(disk.close()).unwrap();
     for at in [0, 2 * MIB - 4096, 2 * MIB, 4 * MIB] {
-        assert_eq!(read(&world.open(A), at..at + 4096), pattern(at + 3, 4096), "{at}");
+        assert!(read(&world.open(A), at..at + 4096) == pattern(at + 3, 4096), "{at}");
     }
 }
 

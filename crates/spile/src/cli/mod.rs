@@ -1,5 +1,6 @@
 //! The command line: one definition for parsing, help, completions and man pages.
 
+mod amend;
 mod backup;
 mod bench;
 mod beneath;
@@ -119,6 +120,7 @@ enum Command {
     Clone(snapshot::CloneArgs),
     Revert(revert::RevertArgs),
     Rebase(rebase::RebaseArgs),
+    Amend(Box<amend::AmendArgs>),
     Delete(revert::DeleteArgs),
     Checkpoint(checkpoint::CheckpointArgs),
     Changed(checkpoint::ChangedArgs),
@@ -189,6 +191,7 @@ pub fn run() -> ExitCode {
         Command::Clone(args) => snapshot::clone(args),
         Command::Revert(args) => revert::run(args),
         Command::Rebase(args) => rebase::run(args),
+        Command::Amend(args) => amend::run(args),
         Command::Delete(args) => revert::delete(args),
         Command::Checkpoint(args) => checkpoint::checkpoint(args),
         Command::Changed(args) => checkpoint::changed(args),

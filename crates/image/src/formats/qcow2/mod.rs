@@ -12,6 +12,7 @@
 //! docs/qcow2.md says what is read, what is refused and why.
 
 mod alloc;
+mod amend;
 mod check;
 mod clusters;
 pub mod codec;
@@ -19,6 +20,7 @@ mod create;
 mod dirty;
 mod facts;
 pub mod fill;
+mod first_cluster;
 mod flush;
 mod forget;
 mod l1;
@@ -49,6 +51,7 @@ use self::open::Head;
 use self::write::ClusterReserved;
 use self::writing::Writing;
 use super::{About, ImageFormat, OpenLayer};
+use crate::amend::{Amended, Amendment};
 use crate::check::{Lost, Report};
 use crate::create::{NewImage, NewParent};
 use crate::facts::Facts;
@@ -255,6 +258,10 @@ impl<S: Store> Layer<S> for Qcow2<S> {
 
     async fn resize_unused(&self, size_bytes: u64) -> Result<()> {
         self.resize_alone(size_bytes).await
+    }
+
+    async fn amend(&self, asked: &Amendment) -> Result<Amended> {
+        self.amend_alone(asked).await
     }
 
     fn allocations(&self) -> u64 {

@@ -12,6 +12,7 @@ use super::flush::Flushes;
 use super::open::Head;
 use super::refcounts::Refcounts;
 use crate::grace::Grace;
+use crate::layer::Layer as _;
 use crate::range_lock::RangeLock;
 
 /// Where the header has its incompatible and its autoclear features.
@@ -132,9 +133,7 @@ impl<S: Store> Qcow2<S> {
     /// `ReadOnly`; the store's.
     pub(super) async fn writing(&self) -> Result<&Writing> {
         let Some(writing) = &self.writing else {
-            return Err(
-                Error::new(ErrorKind::ReadOnly, "the image is open for reading only").at_path(self.store.path())
-            );
+            return Err(self.read_only_error());
         };
         writing.check(&self.store)?;
         if !writing.has_begun() {

@@ -53,11 +53,28 @@ async fn breathe(step: u64) {
 /// When the header cannot be read; `Unsupported` when the file has more clusters than [`MAX_WALKS`] walks count; I/O
 /// errors.
 pub(super) async fn check<S: Store>(store: &S) -> Result<Report> {
+    count(store).await.map(|counted| counted.report)
+}
+
+/// What a check finds, and what it has counted besides.
+pub(super) struct Counted {
+    pub report: Report,
+    /// Clusters that a flag calls zero, in the disk and its snapshots.
+    pub zero_clusters: u64,
+    pub snapshots: Vec<Snapshot>,
+}
+
+/// As [`check`], for whoever wants to know more of what is in the image.
+///
+/// # Errors
+/// As there.
+pub(super) async fn count<S: Store>(store: &S) -> Result<Counted> {
     let mut findings = Findings::default();
     let walk = Walk::open(store, false, &mut findings).await?;
     note_features(walk.header(), &mut findings);
     walk.run(&mut findings).await?;
-    Ok(findings.finish())
+    let zero_clusters = findings.zero_clusters;
+    Ok(Counted { report: findings.finish(), zero_clusters, snapshots: walk.snapshots.entries })
 }
 
 /// Refuses a file that would need more than [`MAX_WALKS`] walks. A sparse file can be very long and take no space.
@@ -389,6 +406,9 @@ impl<S: Store> Walk<'_, S> {
         pass: &mut Pass,
         findings: &mut Findings,
     ) {
+        if matches!(cluster, Cluster::Zero(_)) && pass.is_first {
+            findings.zero_clusters += 1;
+        }
         let host = match cluster {
             Cluster::Unallocated => return,
             Cluster::Compressed(found) => {

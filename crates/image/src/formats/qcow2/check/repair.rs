@@ -215,7 +215,7 @@ fn mended(entry: u64, host: u64, window: &Window) -> Option<u64> {
 
 /// Clears autoclear bits that are not known here, before the image changes: what they say may not be true any more.
 async fn clear_autoclear<S: Store>(walk: &Walk<'_, S>) -> Result<()> {
-    let known = walk.header().autoclear & (feature::BITMAPS | feature::RAW_DATA_FILE);
+    let known = walk.header().autoclear & feature::KNOWN_AUTOCLEAR;
     if walk.header().version < 3 || known == walk.header().autoclear {
         return Ok(());
     }

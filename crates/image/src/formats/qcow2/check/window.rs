@@ -47,6 +47,8 @@ impl User {
 /// A report whose length is bounded, however much is wrong.
 pub(super) struct Findings {
     pub report: Report,
+    /// Clusters that a flag calls zero.
+    pub zero_clusters: u64,
     left_out: u64,
     worst_left_out: Option<Severity>,
     can_mend_left_out: bool,
@@ -54,7 +56,8 @@ pub(super) struct Findings {
 
 impl Default for Findings {
     fn default() -> Self {
-        Self { report: Report::default(), left_out: 0, worst_left_out: None, can_mend_left_out: true }
+        let report = Report::default();
+        Self { report, zero_clusters: 0, left_out: 0, worst_left_out: None, can_mend_left_out: true }
     }
 }
 
