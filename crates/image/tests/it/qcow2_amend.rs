@@ -258,7 +258,7 @@ fn extensions_that_would_move_behind_the_first_sector_keep_the_version() {
 
 #[test]
 fn a_crash_anywhere_leaves_the_old_version_or_the_new_one() {
-    let name = format!("./{}base.raw", "./".repeat(200));
+    let name = format!("./{}base.raw", "./".repeat(230));
     let mut versions = Vec::new();
     for fails_in in 1..20 {
         let world = child(|image| {

@@ -76,7 +76,8 @@ fn host(seed: u64) -> World {
 
 /// Marks the image dirty, and changes half of the counts in its first refcount block.
 async fn spoil(store: &SimStore, mut rng: Rng) {
-    let put = async |at: u64, bytes: &[u8]| store.write_at(StoreOffset(at), &Segments::copied(bytes), Via::Cached).await;
+    let put =
+        async |at: u64, bytes: &[u8]| store.write_at(StoreOffset(at), &Segments::copied(bytes), Via::Cached).await;
     // New images have the table behind the header, and the block behind the table.
     let counts = (0..SIZE / CLUSTER).filter(|_| rng.chance(1, 2)).collect::<Vec<_>>();
     for cluster in counts {
@@ -95,7 +96,11 @@ fn life(world: &World, seed: u64, limit: u64, power: bool) -> bool {
         told.set(true);
     });
     executor.run(limit);
-    if power { world.cut_power() } else { world.kill() }
+    if power {
+        world.cut_power()
+    } else {
+        world.kill()
+    }
     is_open.get()
 }
 
@@ -130,7 +135,13 @@ fn a_dirty_image_is_opened_in_a_host_that_ends_at_any_step() {
     let mut opened = 0;
     for seed in 0..SEEDS {
         let (world, mut rng) = (host(seed), Rng::new(seed).split(2));
-        assert_eq!(block_on(&world, { let there = world.clone(); async move { content(&there).await } }), expected());
+        assert_eq!(
+            block_on(&world, {
+                let there = world.clone();
+                async move { content(&there).await }
+            }),
+            expected()
+        );
         for turn in 0..2 {
             opened += u64::from(life(&world, seed + turn, rng.below(120), seed % 3 != 0));
         }

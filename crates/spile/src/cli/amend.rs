@@ -89,11 +89,8 @@ pub fn run(args: &AmendArgs) -> Result<Exit> {
     let asked = args.asked()?;
     refuse_served(&args.disk)?;
     let at = file_at(&args.disk)?;
-    let options = OpenOptions {
-        read_only: false,
-        write_parent: args.write_parent,
-        ..args.parents.read_only(args.format)
-    };
+    let options =
+        OpenOptions { read_only: false, write_parent: args.write_parent, ..args.parents.read_only(args.format) };
     let (path, Amended { before, after }) = on_engine(move || async move { amend(&at, &options, &asked).await })?;
     let amended = AmendedDisk {
         path: path.display().to_string(),
@@ -147,7 +144,10 @@ impl AmendArgs {
             set(&mut asked, option)?;
         }
         match asked == Amendment::default() {
-            true => Err(invalid("nothing is said to change".into()).hint("say --compat 0.10|1.1 or --lazy-refcounts on|off")),
+            true => {
+                Err(invalid("nothing is said to change".into())
+                    .hint("say --compat 0.10|1.1 or --lazy-refcounts on|off"))
+            }
             false => Ok(asked),
         }
     }
@@ -171,20 +171,27 @@ const KNOWN: &str = "compat=0.10|1.1 and lazy_refcounts=on|off are changed here"
 fn refusal(name: &str) -> Error {
     let copy = format!("copy the disk: spile convert DISK NEW.qcow2 -o {name}=...");
     let (why, instead) = match name {
-        "extended_l2" => ("an image keeps the kind of its L2 entries, as all its tables are made of them", copy.as_str()),
+        "extended_l2" => {
+            ("an image keeps the kind of its L2 entries, as all its tables are made of them", copy.as_str())
+        }
         "cluster_size" => ("an image keeps the size of its clusters, as all its tables count in them", copy.as_str()),
         "refcount_bits" => ("an image keeps the width of its refcounts here", copy.as_str()),
-        "compression_type" => ("an image keeps its compression, as its compressed clusters do not say theirs", copy.as_str()),
+        "compression_type" => {
+            ("an image keeps its compression, as its compressed clusters do not say theirs", copy.as_str())
+        }
         "size" => ("the size is changed by another command", "spile resize DISK SIZE"),
         "backing_file" | "backing_fmt" => (
             "the parent is changed by other commands",
             "spile rebase DISK --parent PARENT gives it another one, spile flatten DISK none",
         ),
         "preallocation" => ("only a new image gets its space at once", "spile create --preallocate=HOW"),
-        "data_file" | "data_file_raw" => {
-            ("images with a data file are not written here", "qemu-img amend changes them; or copy the disk: spile convert")
+        "data_file" | "data_file_raw" => (
+            "images with a data file are not written here",
+            "qemu-img amend changes them; or copy the disk: spile convert",
+        ),
+        _ if name.starts_with("encrypt") => {
+            ("encrypted images are not written here", "qemu-img amend changes their keys")
         }
-        _ if name.starts_with("encrypt") => ("encrypted images are not written here", "qemu-img amend changes their keys"),
         _ => ("there is no such option here", KNOWN),
     };
     invalid(format!("{name}: {why}")).hint(instead)

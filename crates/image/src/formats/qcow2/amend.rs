@@ -114,8 +114,9 @@ fn refuse_contradictions(counted: &Counted) -> Result<()> {
     let Some(found) = counted.report.findings.iter().find(|found| found.severity == Severity::Corruption) else {
         return Ok(());
     };
-    let error = Error::new(ErrorKind::Corrupt, format!("an image that is damaged keeps its version: {}", found.message))
-        .hint("spile check lists what is wrong; spile check --repair mends counts and flags");
+    let error =
+        Error::new(ErrorKind::Corrupt, format!("an image that is damaged keeps its version: {}", found.message))
+            .hint("spile check lists what is wrong; spile check --repair mends counts and flags");
     match found.offset_bytes {
         Some(offset) => Err(error.at_offset(offset)),
         None => Err(error),
@@ -172,5 +173,6 @@ fn no_room(version: u32) -> Error {
     let what = format!(
         "the image cannot get version {version}: its header and all that follows it do not fit into its first sector"
     );
-    Error::new(ErrorKind::Unsupported, what).hint("spile convert --compat copies the disk into an image of that version")
+    Error::new(ErrorKind::Unsupported, what)
+        .hint("spile convert --compat copies the disk into an image of that version")
 }

@@ -34,7 +34,7 @@ pub(super) async fn mended<S: Store>(store: &S, head: Head) -> Result<Head> {
     if let Some(hindrance) = Box::pin(repair(store)).await.map_err(with_hint)?.hindrance {
         return Err(contradiction(&hindrance)).at_path(store.path());
     }
-    tracing::warn!("{path}: the refcounts are made anew, and the image is not dirty any more");
+    tracing::warn!("{path}: the refcounts are right, and the image is not dirty any more");
     read_head(store).await
 }
 
