@@ -303,13 +303,36 @@ class Writing(Qcow2):
         self.assertNotIn("bitmaps", json.dumps(qemu_img_json("info", "-f", "qcow2", image)))
         self.assertIn('"usable": false', json.dumps(spile_json("info", image)))
 
+    def test_an_image_whose_writer_was_killed(self):
+        """Spile makes its refcounts anew when it opens it for writing, and says so."""
+        kinds = ("", ",extended_l2=on", ",cluster_size=512,refcount_bits=32", ",refcount_bits=8")
+        for number, options in enumerate(kinds):
+            with self.subTest(options):
+                image = self.image("lazy_refcounts=on" + options, seed=90 + number)
+                words = ("write -P 5 3M 1M", "write -z -u 5M 1M", "flush", "sigraise 9")
+                run("qemu-io", "-f", "qcow2", *(word for line in words for word in ("-c", line)), image, ok=False)
+                self.assertTrue(spile_json("info", image)["layers"][0]["facts"]["dirty"])
+                self.assertNotEqual(run("qemu-img", "check", "-f", "qcow2", image, ok=None).returncode, 0)
+                truth = self.raw_of(image)
+                server = self.serve(image)
+                run("qemu-img", "compare", "-f", "raw", "-F", "raw", server.uri(), truth)
+                for target, kind in ((server.uri(), "raw"), (truth, "raw")):
+                    self.fill(target, 95 + number, kind, discards=False)
+                self.assertEqual(server.stop(), 0)
+                self.assertIn("its refcounts are made anew", server.output())
+                run("qemu-img", "check", "-q", "-f", "qcow2", image)
+                run("qemu-img", "compare", "-f", "qcow2", "-F", "raw", image, truth)
+                self.assertTrue(qemu_img_json("info", "-f", "qcow2", image)["format-specific"]["data"]["lazy-refcounts"])
+
     def test_what_is_refused(self):
         image = self.image()
         original = image.read_bytes()
-        for bit, word in ((1, "dirty"), (2, "corrupt")):
-            image.write_bytes(original[:79] + bytes([bit]) + original[80:])
+        l1 = struct.unpack_from(">Q", original, 40)[0]
+        looped = original[:l1] + struct.pack(">Q", l1 | 1 << 63) + original[l1 + 8 :]
+        for content, bit, words in ((original, 2, "marked corrupt"), (looped, 1, "cannot be made anew")):
+            image.write_bytes(content[:79] + bytes([bit]) + content[80:])
             before = image.read_bytes()
-            self.assertIn(word, text(spile("serve", image, "--nbd", "unix:/nowhere", ok=False).stderr))
+            self.assertIn(words, text(spile("serve", image, "--nbd", "unix:/nowhere", ok=False).stderr))
             self.assertEqual(image.read_bytes(), before)
         data = self.path("data.raw")
         image = self.image(f"data_file={data},data_file_raw=on", seed=8)
@@ -763,3 +786,78 @@ class Repairing(Damage):
                     run("qemu-img", "snapshot", "-a", name, image)
                     run("qemu-img", "check", "-q", "-f", "qcow2", image)
                 run("qemu-img", "compare", "-f", "qcow2", "-F", "raw", image, source)
+
+
+class Amending(Qcow2):
+    """spile amend, with qemu-img amend of a copy beside it."""
+
+    def revision(self, image):
+        """The version and lazy refcounts, as qemu-img and Spile tell them."""
+        data = qemu_img_json("info", "-f", "qcow2", image)["format-specific"]["data"]
+        theirs = (data["compat"], data.get("lazy-refcounts", False))
+        facts = spile_json("info", image)["layers"][0]["facts"]
+        ours = ({2: "0.10", 3: "1.1"}[facts["version"]], facts["lazy_refcounts"])
+        self.assertEqual(ours, theirs)
+        return theirs
+
+    def amend_both(self, image, options):
+        """Amends the image, and a copy with qemu-img. Both are sound, and are the same to qemu-img."""
+        copy = self.path("copy.qcow2")
+        copy.write_bytes(image.read_bytes())
+        run("qemu-img", "amend", "-q", "-f", "qcow2", "-o", options, copy)
+        spile("amend", image, "-o", options)
+        self.assertEqual(self.revision(image), self.revision(copy))
+        for each in (image, copy):
+            self.assertEqual(self.assertChecksAlike(each), 0)
+        run("qemu-img", "compare", "-f", "qcow2", "-F", "qcow2", image, copy)
+
+    def written(self, options, backing=None):
+        """An image with data, and without clusters that a flag calls zero."""
+        image = self.image(options, seed=None, backing=backing)
+        run("qemu-io", "-f", "qcow2", "-c", "write -P 7 64k 300k", "-c", "write -P 9 1M 3k", image)
+        return image
+
+    def test_versions_and_lazy_refcounts(self):
+        base = self.raw_of(self.image(seed=11), "base.raw")
+        for backing in (None, (base.name, "raw")):
+            for options in ("compat=0.10", "compat=0.10,cluster_size=512", "cluster_size=4k", "lazy_refcounts=on"):
+                with self.subTest(options, backing=backing):
+                    image = self.written(options, backing)
+                    for to in ("compat=1.1", "lazy_refcounts=on", "lazy_refcounts=off", "compat=0.10", "compat=1.1,lazy_refcounts=on"):
+                        self.amend_both(image, to)
+                    self.fill(image, 13)
+                    self.assertReadsAlike(image)
+
+    def test_what_qemu_does_not_allow_either(self):
+        for options, to, words in (
+            ("extended_l2=on", "compat=0.10", "extended L2"),
+            ("refcount_bits=8", "compat=0.10", "refcounts of 8 bits"),
+            ("compat=0.10", "lazy_refcounts=on", "no lazy refcounts"),
+            ("", "extended_l2=on", "spile convert"),
+            ("", "cluster_size=128k", "spile convert"),
+        ):
+            with self.subTest(options, to=to):
+                image = self.written(options)
+                before = image.read_bytes()
+                self.assertNotEqual(run("qemu-img", "amend", "-f", "qcow2", "-o", to, image, ok=None).returncode, 0)
+                image.write_bytes(before)
+                self.assertIn(words, text(spile("amend", image, "-o", to, ok=False).stderr))
+                self.assertEqual(image.read_bytes(), before)
+
+    def test_zstd_keeps_the_version(self):
+        """qemu-img forgets what the compressed clusters need."""
+        image = self.written("compression_type=zstd")
+        self.assertIn("zstd", text(spile("amend", image, "-o", "compat=0.10", ok=False).stderr))
+        self.assertEqual(self.revision(image), ("1.1", False))
+
+    def test_zero_clusters_keep_the_version(self):
+        """qemu-img writes zeroes in their place; Spile changes no data, and says how to get a copy."""
+        image = self.written("")
+        run("qemu-io", "-f", "qcow2", "-c", "write -z 1M 128k", image)
+        before = image.read_bytes()
+        self.assertIn("a flag calls zero", text(spile("amend", image, "--compat", "0.10", ok=False).stderr))
+        self.assertEqual(image.read_bytes(), before)
+        copy = self.path("old.qcow2")
+        spile("convert", image, copy, "--compat", "0.10")
+        self.assertEqual(self.revision(copy), ("0.10", False))
+        run("qemu-img", "compare", "-f", "qcow2", "-F", "qcow2", image, copy)

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use spile_core::{Error, ErrorKind, Extent, ExtentKind, Result, Segments, Store, StoreOffset, Timer, Via};
 
+use crate::amend::{Amended, Amendment};
 use crate::create::NewParent;
 use crate::facts::Facts;
 use crate::formats::Format;
@@ -373,6 +374,17 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     fn resize_unused(&self, size_bytes: u64) -> impl Future<Output = Result<()>> {
         let _ = size_bytes;
         async { Err(self.unsupported("this format cannot be resized")) }
+    }
+
+    /// Gives the image another version, or other features, while nobody uses it, and seals it: no request is in flight, and the layer is dropped
+    /// afterwards. The disk shows what it showed. An image that is ended at any moment meanwhile is what it was, or all that was asked for.
+    ///
+    /// # Errors
+    /// `Unsupported` where the format cannot do that, or when something of the image would be lost; `InvalidInput` for what there is not; `Corrupt` for an
+    /// image that contradicts itself; `ReadOnly`; errors of the store.
+    fn amend(&self, asked: &Amendment) -> impl Future<Output = Result<Amended>> {
+        let _ = asked;
+        async { Err(self.unsupported("only a qcow2 image has a version and lazy refcounts to choose")) }
     }
 
     /// What the image says of its parent; `None` when it has none.

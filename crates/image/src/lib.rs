@@ -4,6 +4,7 @@
 //! the traits of `core`, so the same code serves guests on io_uring and is broken on purpose under the simulator.
 #![forbid(unsafe_code)]
 
+pub mod amend;
 pub mod check;
 mod children;
 pub mod create;

@@ -23,6 +23,7 @@ use spile_core::{
     Env, Error, ErrorKind, Extent, ExtentKind, Locator, Result, ResultExt, Segments, Store, StoreOffset, Timer, Via,
 };
 
+use crate::amend::{Amended, Amendment};
 use crate::check::{Lost, Report};
 use crate::create::{NewImage, NewParent, Options};
 use crate::facts::Facts;

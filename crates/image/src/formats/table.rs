@@ -180,6 +180,7 @@ macro_rules! formats {
                 async fn seal(&self) -> Result<()>;
                 async fn resize(&self, size_bytes: u64) -> Result<()>;
                 async fn resize_unused(&self, size_bytes: u64) -> Result<()>;
+                async fn amend(&self, asked: &Amendment) -> Result<Amended>;
                 async fn parent(&self) -> Result<Option<ParentRef>>;
             }
 

@@ -11,6 +11,7 @@ mod hostile;
 mod hostile_raw;
 mod lazy;
 mod parents;
+mod qcow2_amend;
 mod qcow2_cases;
 mod qcow2_chains;
 mod qcow2_check;

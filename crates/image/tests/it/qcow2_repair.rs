@@ -1,10 +1,15 @@
-//! Repairs of qcow2 images: what is mended, what is left alone, and that no data are lost by it.
+//! Repairs of qcow2 images: what is mended, what is left alone, and that no data are lost by it. An image that is dirty is repaired when it is
+//! opened for writing.
 
+use std::future::Future;
 use std::path::Path;
+use std::pin::pin;
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll, Waker};
 
 use crate::qcow2_image::{COPIED, Image};
-use crate::support::{DEVICE, FILE, Kind, World, block_on, read};
-use spile_core::{ErrorKind, Files as _, Locator, OpenMode};
+use crate::support::{DEVICE, FILE, Kind, World, block_on, pattern, read, write};
+use spile_core::{Disk as _, ErrorKind, Extent, Files as _, Locator, OpenMode};
 use spile_image::check::{Lost, Report, Severity};
 use spile_image::{Format, OpenOptions};
 
@@ -205,9 +210,9 @@ fn a_power_cut_anywhere_leaves_an_image_that_can_be_mended_and_shows_the_same() 
         let world = world_of(FILE, &bytes, bytes.len() as u64);
         let before = content(&world);
         let file = world.files.file(PATH);
-        file.fails_in.store(fails_in, std::sync::atomic::Ordering::Relaxed);
+        file.fails_in.store(fails_in, Ordering::Relaxed);
         let done = block_on(Format::Qcow2.repair(&world.files.store(PATH), &*world.env, Lost::Keep));
-        file.fails_in.store(0, std::sync::atomic::Ordering::Relaxed);
+        file.fails_in.store(0, Ordering::Relaxed);
         file.forget_ways();
         assert!(content(&world) == before, "step {fails_in}");
         repaired(&world);
@@ -226,4 +231,182 @@ fn a_store_that_is_read_only_is_not_repaired() {
     let store = block_on(world.files.open(&Locator::from(Path::new(PATH)), OpenMode::ReadOnly)).unwrap();
     let error = block_on(Format::Qcow2.repair(&store, &*world.env, Lost::Keep)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ReadOnly);
+}
+
+// Opening for writing.
+
+/// What counts in an image whose last writer was killed: these counts are too low, too high, and those of a table.
+fn make_dirty(image: &mut Image) {
+    image.two_streams_and_a_zero_cluster();
+    image.counts.extend([(5, 0), (6, 3), (4, 0), (7, 1)]);
+    image.incompatible(1);
+}
+
+fn is_dirty(world: &World) -> bool {
+    header64(world, 72) & 1 == 1
+}
+
+/// Every other cluster gets new data, so that any cluster that is thought free is used.
+fn fill(world: &World) {
+    let disk = world.open(PATH);
+    for cluster in (0..SIZE / CLUSTER).filter(|cluster| cluster % 2 == 1) {
+        write(&disk, cluster * CLUSTER + 512, &pattern(cluster, 1024));
+    }
+    block_on(disk.close()).unwrap();
+}
+
+/// What the disk shows after [`fill`] that showed `before`.
+fn filled(mut before: Vec<u8>) -> Vec<u8> {
+    for cluster in (0..SIZE / CLUSTER).filter(|cluster| cluster % 2 == 1) {
+        let at = (cluster * CLUSTER + 512) as usize;
+        before[at..at + 1024].copy_from_slice(&pattern(cluster, 1024));
+    }
+    before
+}
+
+#[test]
+fn case_15_a_dirty_image_with_counts_wrong_in_both_directions_is_written() {
+    for (kind, len) in [(FILE, 9), (DEVICE, 64)] {
+        let world = world_of(kind, &image(make_dirty), len * CLUSTER);
+        let (found, before) = (checked(&world), content(&world));
+        let is_found = |severity| found.findings.iter().any(|found| found.severity == severity);
+        assert!(is_found(Severity::Leak) && is_found(Severity::Corruption), "{:#?}", found.findings);
+        drop(world.open(PATH));
+        assert!(checked(&world).findings.is_empty() && content(&world) == before);
+        world.files.file(PATH).forget_ways();
+        fill(&world);
+        assert!(content(&world) == filled(before));
+        assert!(checked(&world).findings.is_empty());
+    }
+}
+
+#[test]
+fn case_15_new_refcounts_are_bounded_by_the_file_and_not_by_the_disk() {
+    let bytes = image(|image| {
+        make_dirty(image);
+        // As much as one cluster of L1 entries can name: 4 TiB.
+        image.put64(24, 4 << 40);
+        image.put32(36, 8192);
+    });
+    let world = world_of(FILE, &bytes, 9 * CLUSTER);
+    drop(world.open(PATH));
+    assert!(!is_dirty(&world));
+    assert_eq!(world.files.file(PATH).len(), 11 * CLUSTER, "a refcount block and a table");
+}
+
+#[test]
+fn case_16_the_repair_alone_clears_the_mark_and_nothing_sets_it_again() {
+    let bytes = image(|image| {
+        make_dirty(image);
+        image.put64(80, 1);
+    });
+    let world = world_of(FILE, &bytes, 9 * CLUSTER);
+    let disk = world.open(PATH);
+    assert!(!is_dirty(&world), "before the first change");
+    world.files.file(PATH).forget_ways();
+    for cluster in 0..8 {
+        write(&disk, cluster * CLUSTER, &pattern(cluster, 4096));
+        assert!(!is_dirty(&world) && checked(&world).worst() <= Some(Severity::Leak), "a kill after write {cluster}");
+    }
+    block_on(disk.discard(Extent::from_range(0..CLUSTER))).unwrap();
+    block_on(disk.flush()).unwrap();
+    assert!(!is_dirty(&world));
+    block_on(disk.close()).unwrap();
+    assert_eq!((is_dirty(&world), header64(&world, 80)), (false, 1), "refcounts may lag, for others");
+    assert!(checked(&world).findings.is_empty());
+}
+
+#[test]
+fn a_dirty_image_that_is_only_read_is_not_changed_by_a_byte() {
+    let bytes = image(make_dirty);
+    let world = world_of(FILE, &bytes, 9 * CLUSTER);
+    let file = world.files.file(PATH);
+    let same = || file.len() == 9 * CLUSTER && file.bytes(0, bytes.len()) == bytes;
+    content(&world);
+    block_on(spile_image::describe(&world.files, world.env.clone(), Path::new(PATH), None)).unwrap();
+    assert!(same(), "by a reader");
+    let mut child = Image::usual();
+    child.backing("a.qcow2", Some("qcow2"));
+    world.files.add("/d/child.qcow2", FILE).patch(0, &child.finish());
+    let disk = world.open("/d/child.qcow2");
+    write(&disk, 512, &[7; 512]);
+    block_on(disk.close()).unwrap();
+    assert!(same(), "by a child that is written");
+}
+
+#[test]
+fn a_dirty_image_that_contradicts_itself_is_refused_and_can_be_read() {
+    for (change, names) in [
+        ((|image| image.set_l2(3, 3 * CLUSTER)) as fn(&mut Image), "guest data overlaps"),
+        (|image| image.set_l2(3, (99 * CLUSTER) | COPIED), "past the end of the file"),
+        (|image| image.put32(96, 0), "cannot count the references"),
+    ] {
+        let bytes = image(|image| {
+            make_dirty(image);
+            change(image);
+        });
+        let world = world_of(FILE, &bytes, 9 * CLUSTER);
+        let error = world.refused(PATH, ErrorKind::Corrupt, "its refcounts cannot be made anew");
+        assert!(error.hint_text().unwrap().contains("spile check"), "{error}");
+        assert!(error.to_string().contains(names), "{error}");
+        assert!(world.files.file(PATH).bytes(0, bytes.len()) == bytes, "{names}");
+        let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+        assert_eq!(read(&world.try_open(PATH, &options).unwrap(), 0..512), [1; 512]);
+    }
+}
+
+#[test]
+fn a_dirty_image_on_a_full_device_is_refused_and_stays_as_it_is() {
+    let bytes = image(make_dirty);
+    let world = world_of(DEVICE, &bytes, 10 * CLUSTER);
+    world.refused(PATH, ErrorKind::NoSpace, "no room for new refcounts");
+    assert!(world.files.file(PATH).bytes(0, bytes.len()) == bytes);
+}
+
+#[test]
+fn a_dirty_image_survives_two_crashes_in_a_row_while_it_is_opened() {
+    let bytes = image(make_dirty);
+    let crash = |world: &World, fails_in: u64| {
+        let file = world.files.file(PATH);
+        file.fails_in.store(fails_in, Ordering::Relaxed);
+        let is_open = world.try_open(PATH, &OpenOptions::default()).is_ok();
+        file.fails_in.store(0, Ordering::Relaxed);
+        file.forget_ways();
+        is_open
+    };
+    let mut steps = 0;
+    for first in 1..40 {
+        for second in 1..40 {
+            let world = world_of(FILE, &bytes, 9 * CLUSTER);
+            let before = content(&world);
+            let was_open = crash(&world, first);
+            assert!(content(&world) == before && (was_open || is_dirty(&world) || first > 7), "step {first}");
+            let is_last = crash(&world, second);
+            assert!(content(&world) == before, "steps {first} and {second}");
+            fill(&world);
+            assert!(content(&world) == filled(before) && checked(&world).findings.is_empty());
+            steps += 1;
+            if is_last {
+                break;
+            }
+        }
+    }
+    assert!(steps > 60, "{steps}");
+}
+
+/// A server counts while it serves other disks.
+#[test]
+fn other_requests_run_while_a_large_image_is_counted() {
+    // Its only L2 table has 256 Ki entries.
+    let mut image = Image::new(21, 1 << 30);
+    image.incompatible(1);
+    let bytes = image.finish();
+    let world = world_of(FILE, &bytes, bytes.len() as u64);
+    let (path, options) = (Path::new(PATH), OpenOptions::default());
+    let mut opening = pin!(spile_image::Graph::open(&world.files, world.env.clone(), path, &options));
+    let mut turns = 0;
+    while let Poll::Pending = opening.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+        turns += 1;
+    }
+    assert!(turns >= 2 * (256 << 10) / 4096, "{turns} turns");
 }

@@ -1,7 +1,9 @@
 //! The simulator finds what is broken on purpose, and nothing in the code as it is.
 
+mod amend;
 mod backup;
 mod changes;
+mod dirty;
 mod exchange;
 mod found;
 mod gc;

@@ -121,7 +121,7 @@ async fn check(at: &Locator, format: Format, repair: Option<Lost>, options: &Ope
     let mut report = format.check(&store, &OsEnv).await?;
     drop(store);
     if report.worst() != Some(Severity::Corruption) {
-        match disks::open(CacheMode::Page, at, options).await {
+        match disks::open_with(&files, at, options).await {
             Ok(disk) => {
                 report.findings.extend(stamps::changed_parents(disk.layers()).await.into_iter().map(parent_finding))
             }

@@ -343,6 +343,16 @@ says so, and the move goes on."],
         notes: &[JSON],
     },
     Ending {
+        command: "amend",
+        codes: &[],
+        examples: &[
+            ("spile amend vm.qcow2 --compat 1.1", "version 3, which most options need"),
+            ("spile amend vm.qcow2 --lazy-refcounts off", "other programs keep its refcounts up from now on"),
+            ("spile amend vm.qcow2 -o compat=0.10", "version 2, for programs from before 2013"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
         command: "delete",
         codes: &[],
         examples: &[

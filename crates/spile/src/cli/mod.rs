@@ -1,5 +1,6 @@
 //! The command line: one definition for parsing, help, completions and man pages.
 
+mod amend;
 mod backup;
 mod bench;
 mod beneath;
@@ -72,7 +73,7 @@ use utoipa::ToSchema;
 use self::ending::Exit;
 use self::progress::{Progress, progress_bar};
 use crate::disks;
-use crate::log::{complain, printable};
+use crate::log::{self, complain, printable};
 use crate::tuned::ShapeChoice;
 use crate::units::parse_duration;
 
@@ -119,6 +120,7 @@ enum Command {
     Clone(snapshot::CloneArgs),
     Revert(revert::RevertArgs),
     Rebase(rebase::RebaseArgs),
+    Amend(Box<amend::AmendArgs>),
     Delete(revert::DeleteArgs),
     Checkpoint(checkpoint::CheckpointArgs),
     Changed(checkpoint::ChangedArgs),
@@ -189,6 +191,7 @@ pub fn run() -> ExitCode {
         Command::Clone(args) => snapshot::clone(args),
         Command::Revert(args) => revert::run(args),
         Command::Rebase(args) => rebase::run(args),
+        Command::Amend(args) => amend::run(args),
         Command::Delete(args) => revert::delete(args),
         Command::Checkpoint(args) => checkpoint::checkpoint(args),
         Command::Changed(args) => checkpoint::changed(args),
@@ -403,12 +406,13 @@ fn format_of(at: &Locator, given: Option<Format>, option: &str) -> Result<Format
     })
 }
 
-/// Runs one piece of work on an engine with one worker.
+/// Runs one piece of work on an engine with one worker. What the libraries warn of goes to stderr.
 fn on_engine<T, Fut>(work: impl FnOnce() -> Fut + Send + 'static) -> Result<T>
 where
     T: Send + 'static,
     Fut: Future<Output = Result<T>> + 'static,
 {
+    log::to_stderr();
     let engine = Engine::start(Config { workers: 1, ..Config::default() })?;
     // Some of this work is a long future, which a worker's stack does not hold several times.
     let result = engine.run_on(0, move || Box::pin(work()));

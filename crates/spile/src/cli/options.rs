@@ -167,7 +167,8 @@ fn cluster_bytes(bytes: u64) -> Result<u32> {
     u32::try_from(bytes).map_err(|_| invalid(format!("a cluster of {bytes} bytes is too large; at most 2M")))
 }
 
-fn parse_switch(text: &str) -> Result<bool, String> {
+/// `on` or `off`, in the words that qemu-img takes for them.
+pub fn parse_switch(text: &str) -> Result<bool, String> {
     match text {
         "on" | "true" | "yes" => Ok(true),
         "off" | "false" | "no" => Ok(false),
@@ -175,7 +176,8 @@ fn parse_switch(text: &str) -> Result<bool, String> {
     }
 }
 
-fn parse_compat(text: &str) -> Result<u32, String> {
+/// A version of qcow2, by the name that qemu-img has for it.
+pub fn parse_compat(text: &str) -> Result<u32, String> {
     match text {
         "0.10" | "v2" | "2" => Ok(2),
         "1.1" | "v3" | "3" => Ok(3),

@@ -11,6 +11,7 @@ use spile_server::serving::api::types::{DiskDetail, DiskList, Failure, Job, JobL
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
+use super::amend::AmendedDisk;
 use super::backup::Verified;
 use super::bench::Summary;
 use super::check::Checked;
@@ -88,6 +89,7 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("snapshot", of::<Snapshot>),
     ("clone", of::<Cloned>),
     ("rebase", of::<Rebased>),
+    ("amend", of::<AmendedDisk>),
     ("revert", of::<Reverted>),
     ("delete", of::<Deleted>),
     ("checkpoint", of::<CheckpointList>),

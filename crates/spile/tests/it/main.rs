@@ -1,5 +1,6 @@
 //! The program as its users meet it: every command, every way to serve a disk, and what comes between.
 
+mod amend;
 mod api;
 mod backup;
 mod bench;

@@ -15,9 +15,10 @@ use crate::measure::{Space, Tables, Unit};
 const DEFAULT_CLUSTER_BYTES: u32 = 64 << 10;
 /// The smallest cluster that QEMU puts the names of features into, as a power of two: 8 KiB.
 const MIN_NAMES_CLUSTER_BITS: u32 = 13;
-const V2_HEADER_BYTES: u32 = 72;
-/// With the compression type, padded to a multiple of 8.
-const V3_HEADER_BYTES: u32 = 112;
+/// The length of a header of version 2, in bytes.
+pub(super) const V2_HEADER_BYTES: u32 = 72;
+/// The length of a header of version 3 as QEMU writes it, in bytes: with the compression type, padded to a multiple of 8.
+pub(super) const V3_HEADER_BYTES: u32 = 112;
 /// What is written at once of a table.
 const WRITE_BYTES: u64 = 1 << 20;
 

@@ -1,7 +1,8 @@
 //! qcow2: versions 2 and 3, all that qemu-img makes, except encrypted images.
 //!
 //! An image that is open for reading only is never changed, and its refcounts are not looked at: feature bits that speak of
-//! writing (dirty, corrupt, lazy refcounts, autoclear bits) do not hinder reading. The head of `write` says in which order an image
+//! writing (dirty, corrupt, lazy refcounts, autoclear bits) do not hinder reading. One that is dirty gets new refcounts when it is opened
+//! for writing (`dirty`). The head of `write` says in which order an image
 //! that is open for writing is changed.
 //!
 //! Memory: L1 entries as the virtual size needs them (256 KiB at 16 TiB and 64 KiB clusters, 32 MiB at most), and L2 in
@@ -11,12 +12,15 @@
 //! docs/qcow2.md says what is read, what is refused and why.
 
 mod alloc;
+mod amend;
 mod check;
 mod clusters;
 pub mod codec;
 mod create;
+mod dirty;
 mod facts;
 pub mod fill;
+mod first_cluster;
 mod flush;
 mod forget;
 mod l1;
@@ -47,6 +51,7 @@ use self::open::Head;
 use self::write::ClusterReserved;
 use self::writing::Writing;
 use super::{About, ImageFormat, OpenLayer};
+use crate::amend::{Amended, Amendment};
 use crate::check::{Lost, Report};
 use crate::create::{NewImage, NewParent};
 use crate::facts::Facts;
@@ -91,7 +96,7 @@ impl ImageFormat for Qcow2Format {
     }
 
     async fn repair<S: Store>(store: &S, _: &dyn Env, _: Lost) -> Result<Report> {
-        check::repair(store).await
+        check::repair(store).await.map(|outcome| outcome.found)
     }
 }
 
@@ -253,6 +258,10 @@ impl<S: Store> Layer<S> for Qcow2<S> {
 
     async fn resize_unused(&self, size_bytes: u64) -> Result<()> {
         self.resize_alone(size_bytes).await
+    }
+
+    async fn amend(&self, asked: &Amendment) -> Result<Amended> {
+        self.amend_alone(asked).await
     }
 
     fn allocations(&self) -> u64 {

@@ -2,11 +2,11 @@
 //!
 //! What is read: the first cluster, the part of the L1 table that the virtual size needs (256 KiB at 16 TiB and 64 KiB
 //! clusters, at most 32 MiB), and at most 64 KiB each of the tables of snapshots and bitmaps. Neither the refcounts nor
-//! any L2 table are looked at, so the time does not depend on how much is in the image.
+//! any L2 table are looked at, so the time does not depend on how much is in the image. An image that is dirty is walked through when it is
+//! opened for writing ([`dirty`]).
 
 use spile_core::{Error, ErrorKind, Result, ResultExt, Segments, Store, StoreOffset, Via};
 
-use super::Qcow2;
 use super::clusters::Clusters;
 use super::codec::extension::{Extensions, feature_names_of};
 use super::codec::header::{Encryption, Header, feature};
@@ -14,7 +14,8 @@ use super::codec::table::{Rules, decode};
 use super::lists::Lists;
 use super::map::Map;
 use super::now::Now;
-use super::writing::Writing;
+use super::writing::{self, Writing};
+use super::{Qcow2, dirty};
 use crate::formats::OpenLayer;
 
 /// What is read of the file at first: enough for the first cluster of most images.
@@ -38,8 +39,12 @@ pub(super) struct Head {
 /// # Errors
 /// `Corrupt` or `Unsupported`, saying which field is wrong; I/O errors.
 pub(super) async fn open<S: Store>(store: S, how: OpenLayer) -> Result<Qcow2<S>> {
-    let head = read_head(&store).await?;
+    let mut head = read_head(&store).await?;
     refuse_encryption(&head.header)?;
+    if !how.read_only {
+        writing::refuse(&head)?;
+        head = dirty::mended(&store, head).await?;
+    }
     let rules = rules(&head.header);
     let needed = head.header.needed_l1_entries();
     let l1 = read_l1(&store, head.header.l1_offset, u64::from(head.header.l1_entries), needed).await?;

@@ -12,6 +12,7 @@ use super::flush::Flushes;
 use super::open::Head;
 use super::refcounts::Refcounts;
 use crate::grace::Grace;
+use crate::layer::Layer as _;
 use crate::range_lock::RangeLock;
 
 /// Where the header has its incompatible and its autoclear features.
@@ -46,10 +47,8 @@ impl Writing {
     /// Looks at what an image needs to be written.
     ///
     /// # Errors
-    /// `Unsupported` for what cannot be written; `Corrupt` for an image that is marked so or whose tables contradict each other; the
-    /// store's.
+    /// `Corrupt` for an image whose tables contradict each other; the store's.
     pub(super) async fn open<S: Store>(store: &S, head: &Head, l1: &[u64]) -> Result<Self> {
-        refuse(head)?;
         let counts = Refcounts::open(store, &head.header, l1).await.map_err(|error| {
             error.hint(
                 "open it for reading only, and check it: spile check; spile check --repair mends counts and flags",
@@ -106,7 +105,10 @@ impl Writing {
 }
 
 /// Refuses what is not written.
-fn refuse(head: &Head) -> Result<()> {
+///
+/// # Errors
+/// `Unsupported`; `Corrupt` for an image that is marked so.
+pub(super) fn refuse(head: &Head) -> Result<()> {
     let header = &head.header;
     let (kind, what, hint) = match () {
         () if header.has(feature::DATA_FILE) => (
@@ -118,11 +120,6 @@ fn refuse(head: &Head) -> Result<()> {
             ErrorKind::Corrupt,
             "the image is marked corrupt, and is not written",
             "open it for reading only, or repair it: spile check --repair",
-        ),
-        () if header.has(feature::DIRTY) => (
-            ErrorKind::Unsupported,
-            "the image is marked dirty: its last writer was killed, and its refcounts may be wrong",
-            "repair it: spile check --repair; then it can be written",
         ),
         () => return Ok(()),
     };
@@ -136,9 +133,7 @@ impl<S: Store> Qcow2<S> {
     /// `ReadOnly`; the store's.
     pub(super) async fn writing(&self) -> Result<&Writing> {
         let Some(writing) = &self.writing else {
-            return Err(
-                Error::new(ErrorKind::ReadOnly, "the image is open for reading only").at_path(self.store.path())
-            );
+            return Err(self.read_only_error());
         };
         writing.check(&self.store)?;
         if !writing.has_begun() {

@@ -8,14 +8,15 @@
 //! and the first levels of the tables (8 MiB of the refcount table, 32 MiB of an L1 table, and as much again and more to
 //! know which L2 tables it named already). An image with more clusters is walked through several times.
 //!
-//! Time is bounded by the length of the file: each L2 table is walked through once for each L1 table that names it.
+//! Time is bounded by the length of the file: each L2 table is walked through once for each L1 table that names it. A server counts while it
+//! serves other disks, so no step is long: other requests of the worker run in between ([`breathe`]).
 
 mod repair;
 mod window;
 
 use std::collections::HashSet;
 
-use spile_core::{Error, ErrorKind, Result, Store};
+use spile_core::{Error, ErrorKind, Result, Store, yield_now};
 
 use self::window::{Findings, User, WINDOW_CLUSTERS, Window};
 use super::codec::bitmap::{Bitmap, Bits};
@@ -36,17 +37,44 @@ const READ_BYTES: u64 = 256 << 10;
 /// The most walks through an image: enough for a file of 256 TiB with clusters of 64 KiB.
 const MAX_WALKS: u64 = 256;
 
+/// So many entries or counts are looked at in one turn of the worker.
+const STEPS_AT_ONCE: u64 = 4096;
+
+/// Lets the worker's other requests run, now and then in a loop: `step` is the number of the turn in it.
+async fn breathe(step: u64) {
+    if step % STEPS_AT_ONCE == STEPS_AT_ONCE - 1 {
+        yield_now().await;
+    }
+}
+
 /// Checks the image in `store`; its backing file is not looked at.
 ///
 /// # Errors
 /// When the header cannot be read; `Unsupported` when the file has more clusters than [`MAX_WALKS`] walks count; I/O
 /// errors.
 pub(super) async fn check<S: Store>(store: &S) -> Result<Report> {
+    count(store).await.map(|counted| counted.report)
+}
+
+/// What a check finds, and what it has counted besides.
+pub(super) struct Counted {
+    pub report: Report,
+    /// Clusters that a flag calls zero, in the disk and its snapshots.
+    pub zero_clusters: u64,
+    pub snapshots: Vec<Snapshot>,
+}
+
+/// As [`check`], for whoever wants to know more of what is in the image.
+///
+/// # Errors
+/// As there.
+pub(super) async fn count<S: Store>(store: &S) -> Result<Counted> {
     let mut findings = Findings::default();
     let walk = Walk::open(store, false, &mut findings).await?;
     note_features(walk.header(), &mut findings);
     walk.run(&mut findings).await?;
-    Ok(findings.finish())
+    let zero_clusters = findings.zero_clusters;
+    Ok(Counted { report: findings.finish(), zero_clusters, snapshots: walk.snapshots.entries })
 }
 
 /// Refuses a file that would need more than [`MAX_WALKS`] walks. A sparse file can be very long and take no space.
@@ -181,7 +209,10 @@ impl<S: Store> Walk<'_, S> {
         for mut pass in self.passes() {
             self.read_counts(&mut pass, findings).await?;
             self.count(&mut pass, findings).await?;
-            pass.window.compare(findings);
+            for part in pass.window.parts() {
+                pass.window.compare(part, findings);
+                yield_now().await;
+            }
         }
         Ok(())
     }
@@ -225,6 +256,7 @@ impl<S: Store> Walk<'_, S> {
                 let rest = self.cluster_bytes().min(self.store.len_bytes() - offset);
                 let block = read(self.store, offset, rest).await?;
                 for index in 0..(rest * 8) >> order {
+                    breathe(index).await;
                     pass.window.store(first + index, refcount::get(&block, order, index));
                 }
             }
@@ -318,6 +350,7 @@ impl<S: Store> Walk<'_, S> {
         let mut walked = HashSet::new();
         let covered = 1u64 << self.header().l2_coverage_bits();
         for (number, entry) in (0u64..).zip(l1) {
+            breathe(number).await;
             let place = offset + number * 8;
             match self.rules.l2_table(entry) {
                 Ok(None) => {}
@@ -350,6 +383,7 @@ impl<S: Store> Walk<'_, S> {
         let words: Vec<u64> = decode(&read(self.store, table, rest).await?).collect();
         let per_entry = if self.rules.extended { 2 } else { 1 };
         for (number, words) in (0u64..).zip(words.chunks_exact(per_entry)) {
+            breathe(number).await;
             let place = table + number * 8 * per_entry as u64;
             let guest = guest.saturating_add(number << self.cluster_bits());
             let bitmap = words.get(1).copied().unwrap_or(0);
@@ -372,6 +406,9 @@ impl<S: Store> Walk<'_, S> {
         pass: &mut Pass,
         findings: &mut Findings,
     ) {
+        if matches!(cluster, Cluster::Zero(_)) && pass.is_first {
+            findings.zero_clusters += 1;
+        }
         let host = match cluster {
             Cluster::Unallocated => return,
             Cluster::Compressed(found) => {

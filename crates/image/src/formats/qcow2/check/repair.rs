@@ -8,7 +8,7 @@
 //! Nothing is changed when an entry cannot be followed, or two users claim one cluster: a person has to choose then. Nothing that
 //! an entry refers to is ever written to, but for COPIED bits in L1 and L2 tables.
 
-use spile_core::{Error, ErrorKind, Result, Store};
+use spile_core::{Error, ErrorKind, Result, Store, yield_now};
 
 use super::super::codec::header::feature;
 use super::super::codec::table::{Cluster, decode};
@@ -17,8 +17,8 @@ use super::super::create::write;
 use super::super::layout::Refcounts;
 use super::super::open::{read, read_l1};
 use super::window::{Findings, Window};
-use super::{Walk, check};
-use crate::check::{Mend, Report, Severity};
+use super::{Walk, breathe, check};
+use crate::check::{Finding, Mend, Report, Severity};
 
 /// Where the header says where the refcount table is, and how long.
 const TABLE_AT: u64 = 48;
@@ -26,35 +26,47 @@ const TABLE_AT: u64 = 48;
 const INCOMPATIBLE_AT: u64 = 72;
 const AUTOCLEAR_AT: u64 = 88;
 
-/// Mends the image in `store`, where no person has to decide. Returns what was found before.
+/// What a repair has come to.
+pub(in crate::formats::qcow2) struct Outcome {
+    /// What was found before.
+    pub found: Report,
+    /// Why nothing was mended: a person has to decide about this.
+    pub hindrance: Option<Finding>,
+}
+
+/// Mends the image in `store`, where no person has to decide.
 ///
 /// # Errors
 /// As [`check`]; `ReadOnly`; `NoSpace` when a device has no room for new refcounts; I/O errors. The image is then what it was,
 /// or has sound refcounts already.
-pub(in crate::formats::qcow2) async fn repair<S: Store>(store: &S) -> Result<Report> {
-    let report = check(store).await?;
+pub(in crate::formats::qcow2) async fn repair<S: Store>(store: &S) -> Result<Outcome> {
+    let found = check(store).await?;
     if store.info().read_only {
         let error = Error::new(ErrorKind::ReadOnly, "cannot repair what is open for reading only");
         return Err(error.at_path(store.path()));
     }
-    if report.findings.iter().any(|f| f.severity == Severity::Corruption && f.mend == Mend::No) {
-        return Ok(report);
+    if let Some(hindrance) = found.findings.iter().find(|f| is_corrupt(f) && f.mend == Mend::No).cloned() {
+        return Ok(Outcome { found, hindrance: Some(hindrance) });
     }
     // What a check tells one by one is bounded; this looks at all of it again.
     let mut findings = Findings::default();
     let walk = Walk::open(store, true, &mut findings).await?;
     let used_end = survey(&walk, &mut findings).await?;
-    if findings.finish().worst() == Some(Severity::Corruption) {
-        return Ok(report);
+    if let Some(hindrance) = findings.finish().findings.into_iter().find(is_corrupt) {
+        return Ok(Outcome { found, hindrance: Some(hindrance) });
     }
-    let is_wrong = |f: &crate::check::Finding| f.severity == Severity::Leak || f.severity == Severity::Corruption;
+    let is_wrong = |f: &Finding| f.severity == Severity::Leak || is_corrupt(f);
     let flagged = walk.header().has(feature::CORRUPT);
-    if report.findings.iter().filter(|f| is_wrong(f)).count() > usize::from(flagged) {
+    if found.findings.iter().filter(|f| is_wrong(f)).count() > usize::from(flagged) {
         clear_autoclear(&walk).await?;
         rebuild(&walk, used_end).await?;
     }
     clear_flags(&walk).await?;
-    Ok(report)
+    Ok(Outcome { found, hindrance: None })
+}
+
+fn is_corrupt(finding: &Finding) -> bool {
+    finding.severity == Severity::Corruption
 }
 
 /// Counts all references, and finds what cannot be mended. Returns one past the last cluster that is in use.
@@ -63,12 +75,15 @@ async fn survey<S: Store>(walk: &Walk<'_, S>, findings: &mut Findings) -> Result
     let mut end = old_refcounts_end(walk);
     for mut pass in walk.passes() {
         walk.count(&mut pass, findings).await?;
-        if let Some(cluster) = pass.window.first_over(most) {
-            let bits = 1 << walk.header().refcount_order;
-            let message = format!("refcounts of {bits} bits cannot count the references to a cluster");
-            findings.corruption(cluster << walk.cluster_bits(), Mend::No, message);
+        for part in pass.window.parts() {
+            if let Some(cluster) = pass.window.first_over(&part, most) {
+                let bits = 1 << walk.header().refcount_order;
+                let message = format!("refcounts of {bits} bits cannot count the references to a cluster");
+                findings.corruption(cluster << walk.cluster_bits(), Mend::No, message);
+            }
+            end = end.max(pass.window.used_end(&part));
+            yield_now().await;
         }
-        end = end.max(pass.window.used_end());
     }
     Ok(end)
 }
@@ -141,6 +156,7 @@ async fn write_block<S: Store>(
     let per_block = refcount::counts_per_block(bits, order);
     let mut bytes = vec![0; 1 << bits];
     for index in 0..per_block {
+        breathe(index).await;
         let cluster = block * per_block + index;
         let count = if new.contains(&cluster) { 1 } else { u64::from(window.found(cluster << bits).unwrap_or(0)) };
         // It fits: the survey has looked at all counts.
@@ -154,6 +170,7 @@ async fn mend_copied<S: Store>(walk: &Walk<'_, S>, window: &Window) -> Result<()
     let header = walk.header();
     let entries = u64::from(header.l1_entries);
     for (number, entry) in (0u64..).zip(read_l1(walk.store, header.l1_offset, entries, entries).await?) {
+        breathe(number).await;
         let Ok(Some(table)) = walk.rules.l2_table(entry) else { continue };
         if let Some(mended) = mended(entry, table, window) {
             write(walk.store, header.l1_offset + number * 8, &mended.to_be_bytes()).await?;
@@ -170,7 +187,8 @@ async fn mend_table<S: Store>(walk: &Walk<'_, S>, table: u64, window: &Window) -
     let len = walk.cluster_bytes().min(walk.store.len_bytes() - table);
     let mut words: Vec<u64> = decode(&read(walk.store, table, len).await?).collect();
     let mut is_changed = false;
-    for entry in words.chunks_exact_mut(if walk.rules.extended { 2 } else { 1 }) {
+    for (number, entry) in (0..).zip(words.chunks_exact_mut(if walk.rules.extended { 2 } else { 1 })) {
+        breathe(number).await;
         let bitmap = entry.get(1).copied().unwrap_or(0);
         let host = match walk.rules.cluster(entry[0], bitmap) {
             Ok(Cluster::Data(host) | Cluster::Zero(Some(host)) | Cluster::Mixed { host: Some(host), .. }) => host,
@@ -197,7 +215,7 @@ fn mended(entry: u64, host: u64, window: &Window) -> Option<u64> {
 
 /// Clears autoclear bits that are not known here, before the image changes: what they say may not be true any more.
 async fn clear_autoclear<S: Store>(walk: &Walk<'_, S>) -> Result<()> {
-    let known = walk.header().autoclear & (feature::BITMAPS | feature::RAW_DATA_FILE);
+    let known = walk.header().autoclear & feature::KNOWN_AUTOCLEAR;
     if walk.header().version < 3 || known == walk.header().autoclear {
         return Ok(());
     }

@@ -1,10 +1,14 @@
 //! References to host clusters, counted for a part of the file at a time, and compared with the refcounts that the image
 //! keeps.
 
+use std::ops::Range;
+
 use crate::check::{Finding, Mend, Report, Severity};
 
 /// How many clusters are counted at a time: 80 MiB of memory, 1 TiB of an image with clusters of 64 KiB.
 pub(super) const WINDOW_CLUSTERS: u64 = 16 << 20;
+/// How many counters are looked through at a time.
+const PART_CLUSTERS: usize = 64 << 10;
 /// How many findings are told one by one.
 const MOST_FINDINGS: usize = 1000;
 
@@ -43,6 +47,8 @@ impl User {
 /// A report whose length is bounded, however much is wrong.
 pub(super) struct Findings {
     pub report: Report,
+    /// Clusters that a flag calls zero.
+    pub zero_clusters: u64,
     left_out: u64,
     worst_left_out: Option<Severity>,
     can_mend_left_out: bool,
@@ -50,7 +56,8 @@ pub(super) struct Findings {
 
 impl Default for Findings {
     fn default() -> Self {
-        Self { report: Report::default(), left_out: 0, worst_left_out: None, can_mend_left_out: true }
+        let report = Report::default();
+        Self { report, zero_clusters: 0, left_out: 0, worst_left_out: None, can_mend_left_out: true }
     }
 }
 
@@ -93,12 +100,15 @@ pub(super) struct Window {
     /// Refcounts of the image; 65535 stands for that many or more.
     stored: Vec<u16>,
     users: Vec<u8>,
+    /// Where the run of equal counts begins at which a comparison is.
+    run_start: usize,
 }
 
 impl Window {
     pub(super) fn new(first: u64, clusters: u64, cluster_bits: u32) -> Self {
         let len = clusters as usize;
-        Self { first, cluster_bits, found: vec![0; len], stored: vec![0; len], users: vec![0; len] }
+        let (found, stored, users) = (vec![0; len], vec![0; len], vec![0; len]);
+        Self { first, cluster_bits, found, stored, users, run_start: 0 }
     }
 
     fn index(&self, offset: u64) -> Option<usize> {
@@ -128,14 +138,22 @@ impl Window {
         self.index(offset).map(|index| self.found[index])
     }
 
-    /// The first cluster that has more references than `most`.
-    pub(super) fn first_over(&self, most: u16) -> Option<u64> {
-        self.found.iter().position(|found| *found > most).map(|index| self.first + index as u64)
+    /// The window in parts, none of which takes long to look through: runs of its counters.
+    pub(super) fn parts(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let len = self.found.len();
+        (0..len).step_by(PART_CLUSTERS).map(move |start| start..len.min(start + PART_CLUSTERS))
     }
 
-    /// One past the last cluster that has a reference; 0 when none has.
-    pub(super) fn used_end(&self) -> u64 {
-        self.found.iter().rposition(|found| *found > 0).map_or(0, |index| self.first + index as u64 + 1)
+    /// The first cluster of a part that has more references than `most`.
+    pub(super) fn first_over(&self, part: &Range<usize>, most: u16) -> Option<u64> {
+        let found = self.found[part.clone()].iter().position(|found| *found > most);
+        found.map(|index| self.first + (part.start + index) as u64)
+    }
+
+    /// One past the last cluster of a part that has a reference; 0 when none has.
+    pub(super) fn used_end(&self, part: &Range<usize>) -> u64 {
+        let found = self.found[part.clone()].iter().rposition(|found| *found > 0);
+        found.map_or(0, |index| self.first + (part.start + index) as u64 + 1)
     }
 
     /// Counts a reference to each cluster of `len_bytes` from `offset`, as far as they are in the window.
@@ -154,23 +172,30 @@ impl Window {
         }
     }
 
-    /// Compares what was found with what the image says.
-    pub(super) fn compare(&self, findings: &mut Findings) {
-        let mut at = 0;
-        while at < self.found.len() {
-            let (found, stored) = (self.found[at], self.stored[at]);
-            let same = |i: &usize| (self.found[*i], self.stored[*i]) == (found, stored);
-            let end = (at..self.found.len()).take_while(same).count() + at;
-            if found != stored {
-                self.tell(at, end, findings);
+    /// Compares what was found in a part with what the image says: the parts one after the other, in their order. A run of wrong counts is told
+    /// as a whole, when it ends.
+    pub(super) fn compare(&mut self, part: Range<usize>, findings: &mut Findings) {
+        for at in part.clone() {
+            if self.counts(at) != self.counts(self.run_start) {
+                self.tell(self.run_start, at, findings);
+                self.run_start = at;
             }
-            at = end;
+        }
+        if part.end == self.found.len() {
+            self.tell(self.run_start, part.end, findings);
         }
     }
 
-    /// Adds a finding for the clusters `at..end`, which have the same counts.
+    fn counts(&self, index: usize) -> (u16, u16) {
+        (self.found[index], self.stored[index])
+    }
+
+    /// Adds a finding for the clusters `at..end`, which have the same counts, if these are wrong.
     fn tell(&self, at: usize, end: usize, findings: &mut Findings) {
-        let (found, stored, count) = (self.found[at], self.stored[at], (end - at) as u64);
+        let ((found, stored), count) = (self.counts(at), (end - at) as u64);
+        if found == stored {
+            return;
+        }
         let offset = (self.first + at as u64) << self.cluster_bits;
         let which = match count {
             1 => "a cluster has".to_owned(),
@@ -239,7 +264,7 @@ mod tests {
         for (cluster, count) in [(4, 1), (5, 0), (6, 3), (7, 3), (9, 70_000), (99, 1)] {
             window.store(cluster, count);
         }
-        window.compare(&mut findings);
+        window.parts().for_each(|part| window.compare(part, &mut findings));
         let report = findings.finish();
         let told: Vec<_> = report.findings.iter().map(|f| (f.severity, f.offset_bytes.unwrap() >> 16)).collect();
         assert_eq!(told, [(Severity::Corruption, 5), (Severity::Leak, 6), (Severity::Leak, 9)]);

@@ -37,6 +37,8 @@ pub mod feature {
     pub const BITMAPS: u64 = 1 << 0;
     /// Autoclear: the data file is the disk's content as it is.
     pub const RAW_DATA_FILE: u64 = 1 << 1;
+    /// All autoclear features that are known.
+    pub const KNOWN_AUTOCLEAR: u64 = 3;
 }
 
 /// How the guest's data are encrypted.

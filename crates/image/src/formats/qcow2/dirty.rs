@@ -1,0 +1,53 @@
+//! An image whose refcounts may be wrong ("dirty"): a program that lets them lag behind was killed. Opening it for writing makes them
+//! anew first, as `spile check --repair` does.
+//!
+//! # Order of writes
+//!
+//! That of a repair (`check/repair`): the new refcounts, durably, in clusters that nothing refers to; the header that points at them; the
+//! flag falls last. What ends before that leaves an image that is dirty still, and shows its guest the same bytes: the next
+//! opening counts again. Each try that is broken off may leave the file longer by as much as its refcounts take, which is free space for
+//! the next writer.
+//!
+//! The repair alone clears the flag, and Spile never sets it: its refcounts do not lag.
+//!
+//! An image that is opened for reading only, alone or as a parent, stays as it is.
+
+use spile_core::{Error, ErrorKind, Result, ResultExt, Store};
+
+use super::check::repair;
+use super::codec::header::feature;
+use super::open::{Head, read_head};
+use crate::check::Finding;
+
+const HINT: &str = "open it for reading only; `spile check` lists what is wrong, and `spile convert` copies what can be read into a new image";
+
+/// The head of the image in `store`, which may be written now: where `head` says that the image is dirty, its refcounts are made anew.
+///
+/// # Errors
+/// `Corrupt` when the image contradicts itself, so that nobody can tell what is in use; as [`repair`]. The image is as dirty as it was.
+pub(super) async fn mended<S: Store>(store: &S, head: Head) -> Result<Head> {
+    if !head.header.has(feature::DIRTY) {
+        return Ok(head);
+    }
+    let path = store.path().display();
+    tracing::warn!("{path}: the image is dirty, as its last writer was killed: its refcounts are made anew");
+    if let Some(hindrance) = Box::pin(repair(store)).await.map_err(with_hint)?.hindrance {
+        return Err(contradiction(&hindrance)).at_path(store.path());
+    }
+    tracing::warn!("{path}: the refcounts are right, and the image is not dirty any more");
+    read_head(store).await
+}
+
+/// The error of an image that contradicts itself.
+fn contradiction(found: &Finding) -> Error {
+    let what = format!("the image is dirty, and its refcounts cannot be made anew: {}", found.message);
+    let error = Error::new(ErrorKind::Corrupt, what).hint(HINT);
+    match found.offset_bytes {
+        Some(offset) => error.at_offset(offset),
+        None => error,
+    }
+}
+
+fn with_hint(error: Error) -> Error {
+    if error.hint_text().is_some() { error } else { error.hint(HINT) }
+}
