@@ -11,6 +11,7 @@ pub mod facts;
 pub mod formats;
 mod grace;
 mod graph;
+pub mod inner;
 pub mod layer;
 mod loads;
 pub mod measure;

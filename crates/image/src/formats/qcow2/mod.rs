@@ -15,10 +15,12 @@ mod check;
 mod clusters;
 pub mod codec;
 mod create;
+mod entries;
 mod facts;
 pub mod fill;
 mod flush;
 mod forget;
+mod inner;
 mod l1;
 mod layout;
 mod lists;
@@ -51,6 +53,7 @@ use crate::check::{Lost, Report};
 use crate::create::{NewImage, NewParent};
 use crate::facts::Facts;
 use crate::grace::Reader;
+use crate::inner::{InnerChange, InnerSnapshot};
 use crate::layer::{EncodedUnit, Found, GivenBack, Identity, Layer, MapPiece, ParentRef};
 use crate::measure::Space;
 
@@ -253,6 +256,14 @@ impl<S: Store> Layer<S> for Qcow2<S> {
 
     async fn resize_unused(&self, size_bytes: u64) -> Result<()> {
         self.resize_alone(size_bytes).await
+    }
+
+    async fn inner_snapshots(&self) -> Result<Vec<InnerSnapshot>> {
+        self.list_inner().await
+    }
+
+    async fn change_inner_unused(&self, change: &InnerChange) -> Result<InnerSnapshot> {
+        Box::pin(self.change_inner_alone(change)).await
     }
 
     fn allocations(&self) -> u64 {

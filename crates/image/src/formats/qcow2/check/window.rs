@@ -133,6 +133,16 @@ impl Window {
         self.found.iter().position(|found| *found > most).map(|index| self.first + index as u64)
     }
 
+    /// The first cluster of guest data or of an L2 table whose refcount and the references that were found are more than `most` together.
+    pub(super) fn first_full(&self, most: u32) -> Option<u64> {
+        let counted = User::L2.bit() | User::Data.bit();
+        let is_full = |index: &usize| {
+            let sum = u32::from(self.stored[*index]) + u32::from(self.found[*index]);
+            self.users[*index] & counted != 0 && sum > most
+        };
+        (0..self.found.len()).find(is_full).map(|index| self.first + index as u64)
+    }
+
     /// One past the last cluster that has a reference; 0 when none has.
     pub(super) fn used_end(&self) -> u64 {
         self.found.iter().rposition(|found| *found > 0).map_or(0, |index| self.first + index as u64 + 1)
@@ -244,6 +254,16 @@ mod tests {
         let told: Vec<_> = report.findings.iter().map(|f| (f.severity, f.offset_bytes.unwrap() >> 16)).collect();
         assert_eq!(told, [(Severity::Corruption, 5), (Severity::Leak, 6), (Severity::Leak, 9)]);
         assert_eq!(report.leaked_bytes, 3 << 16);
+    }
+
+    #[test]
+    fn a_cluster_is_full_when_its_count_has_no_room_for_what_was_found() {
+        let (mut window, mut findings) = window();
+        for (cluster, user, references) in [(4, User::Refcounts, 3), (5, User::Data, 1), (6, User::L2, 1), (7, User::Data, 2)] {
+            (0..references).for_each(|_| window.refer(cluster << 16, 1, user, &mut findings));
+            window.store(cluster, 2);
+        }
+        assert_eq!((window.first_full(3), window.first_full(2), window.first_full(4)), (Some(7), Some(5), None));
     }
 
     #[test]
