@@ -20,6 +20,7 @@ use super::convert::Copied;
 use super::create::Created;
 use super::demo::Shown;
 use super::gc::Collected;
+use super::internal_snapshot::InternalSnapshots;
 use super::limit::Limited;
 use super::load::ReadBack;
 use super::map::Mapped;
@@ -90,6 +91,7 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("rebase", of::<Rebased>),
     ("revert", of::<Reverted>),
     ("delete", of::<Deleted>),
+    ("internal-snapshot", of::<InternalSnapshots>),
     ("checkpoint", of::<CheckpointList>),
     ("changed", of::<ChangedBlocks>),
     ("tree", of::<Tree>),

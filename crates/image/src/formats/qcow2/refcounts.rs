@@ -298,7 +298,10 @@ impl Refcounts {
     /// Writes the whole table where it is to lie.
     pub(super) async fn write_table<S: Store>(&self, store: &S) -> Result<()> {
         let offset = self.table_at.start << self.cluster_bits;
-        store.write_at(StoreOffset(offset), &Segments::copied(&encode(&self.table)), Via::Cached).await.at_offset(offset)
+        store
+            .write_at(StoreOffset(offset), &Segments::copied(&encode(&self.table)), Via::Cached)
+            .await
+            .at_offset(offset)
     }
 
     /// The header's fields that say where the table is.

@@ -62,7 +62,8 @@ fn check_size(header: &Header, size_bytes: u64) -> Result<()> {
     }
     if header.version < 3 && header.snapshots > 0 {
         let what = "an image of version 2 with internal snapshots keeps its size: the snapshots do not tell theirs";
-        return Err(Error::new(ErrorKind::Unsupported, what).hint("delete the snapshots first: spile internal-snapshot --delete"));
+        return Err(Error::new(ErrorKind::Unsupported, what)
+            .hint("delete the snapshots first: spile internal-snapshot --delete"));
     }
     Ok(())
 }

@@ -419,8 +419,7 @@ impl<S: Store> Walk<'_, S> {
         };
         let is_set = entry & COPIED != 0;
         if is_set != (count == 1) {
-            let (says, severity) =
-                if is_set { ("set", Severity::Corruption) } else { ("clear", Severity::Leak) };
+            let (says, severity) = if is_set { ("set", Severity::Corruption) } else { ("clear", Severity::Leak) };
             let message = format!("the {table} entry {entry:#018x} has COPIED {says}, but the refcount is {count}");
             findings.add(severity, place, Mend::Repair, message);
         }

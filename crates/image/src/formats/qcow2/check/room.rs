@@ -13,11 +13,7 @@ const ROOMY_ORDER: u32 = 5;
 ///
 /// # Errors
 /// `Unsupported`; the store's.
-pub(in crate::formats::qcow2) async fn refuse_full<S: Store>(
-    store: &S,
-    l1_offset: u64,
-    l1_entries: u32,
-) -> Result<()> {
+pub(in crate::formats::qcow2) async fn refuse_full<S: Store>(store: &S, l1_offset: u64, l1_entries: u32) -> Result<()> {
     let mut unheard = Findings::default();
     let walk = Walk::open(store, false, &mut unheard).await?;
     let order = walk.header().refcount_order;

@@ -259,7 +259,9 @@ mod tests {
     #[test]
     fn a_cluster_is_full_when_its_count_has_no_room_for_what_was_found() {
         let (mut window, mut findings) = window();
-        for (cluster, user, references) in [(4, User::Refcounts, 3), (5, User::Data, 1), (6, User::L2, 1), (7, User::Data, 2)] {
+        for (cluster, user, references) in
+            [(4, User::Refcounts, 3), (5, User::Data, 1), (6, User::L2, 1), (7, User::Data, 2)]
+        {
             (0..references).for_each(|_| window.refer(cluster << 16, 1, user, &mut findings));
             window.store(cluster, 2);
         }

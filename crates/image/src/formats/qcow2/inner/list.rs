@@ -1,11 +1,11 @@
-//! The table of the snapshots inside an image: who is meant, who comes next, and what a new table holds.
+//! The table of the snapshots inside an image: what it tells, who comes next, and what a new table holds.
 
 use spile_core::{Error, ErrorKind, Result};
 
 use crate::formats::qcow2::codec::header::{Header, MAX_SNAPSHOTS};
 use crate::formats::qcow2::codec::printable;
 use crate::formats::qcow2::codec::snapshot::{MAX_TABLE_BYTES, Snapshot};
-use crate::inner::{InnerSnapshot, Which};
+use crate::inner::InnerSnapshot;
 
 /// The longest name in bytes that QEMU shows as a whole.
 const MAX_NAME_BYTES: usize = 255;
@@ -21,27 +21,9 @@ pub(super) fn told(snapshot: &Snapshot) -> InnerSnapshot {
     }
 }
 
-/// The number of the snapshot that is meant, by its id or its name.
-///
-/// # Errors
-/// `NotFound`; `InvalidInput` when several are meant.
-pub(super) fn find(all: &[Snapshot], which: &Which) -> Result<usize> {
-    let text = &which.text;
-    let is_it = |one: &Snapshot| one.id == text.as_bytes() || (!which.is_id && one.name == text.as_bytes());
-    let found: Vec<_> = (0..all.len()).filter(|number| is_it(&all[*number])).collect();
-    let kind = if which.is_id { "id" } else { "id or name" };
-    match found[..] {
-        [number] => Ok(number),
-        [] => {
-            let error = Error::new(ErrorKind::NotFound, format!("no snapshot inside the image has the {kind} {text:?}"));
-            Err(error.hint("spile internal-snapshot --list shows them"))
-        }
-        _ => {
-            let what = format!("{} snapshots inside the image have the {kind} {text:?}", found.len());
-            let hint = "say --id and the id of the one that is meant; spile internal-snapshot --list shows them";
-            Err(Error::new(ErrorKind::InvalidInput, what).hint(hint))
-        }
-    }
+/// The same of several.
+pub(super) fn told_all(all: &[Snapshot]) -> Vec<InnerSnapshot> {
+    all.iter().map(told).collect()
 }
 
 /// The id of the next snapshot: a number that is higher than all others.
@@ -115,27 +97,16 @@ mod tests {
         }
     }
 
-    fn which(text: &str, is_id: bool) -> Which {
-        Which { text: text.into(), is_id }
-    }
-
-    #[test]
-    fn a_snapshot_is_found_by_id_or_name_and_never_by_chance() {
-        let all = [snapshot("1", "a"), snapshot("2", "b"), snapshot("3", "b"), snapshot("4", "1")];
-        let found = |text, is_id| find(&all, &which(text, is_id)).map_err(|error| error.kind());
-        assert_eq!((found("a", false), found("2", false), found("2", true)), (Ok(0), Ok(1), Ok(1)));
-        assert_eq!((found("b", false), found("1", false)), (Err(ErrorKind::InvalidInput), Err(ErrorKind::InvalidInput)));
-        assert_eq!((found("1", true), found("a", true)), (Ok(0), Err(ErrorKind::NotFound)));
-        assert_eq!((found("", false), found("c", false)), (Err(ErrorKind::NotFound), Err(ErrorKind::NotFound)));
-    }
-
     #[test]
     fn an_id_is_higher_than_all_and_a_name_is_new() {
         let all = [snapshot("7", "a"), snapshot("x9", "b"), snapshot("2", "c")];
         assert_eq!((new_id(&all, "d").unwrap(), new_id(&[], "d").unwrap()), ("8".to_owned(), "1".to_owned()));
         let kind = |name: &str| new_id(&all, name).unwrap_err().kind();
         assert_eq!((kind("a"), kind("7"), kind("x9")), (ErrorKind::Exists, ErrorKind::Exists, ErrorKind::Exists));
-        assert_eq!((kind(""), kind("a\nb"), kind(&"n".repeat(256))), (ErrorKind::InvalidInput, ErrorKind::InvalidInput, ErrorKind::InvalidInput));
+        assert_eq!(
+            (kind(""), kind("a\nb"), kind(&"n".repeat(256))),
+            (ErrorKind::InvalidInput, ErrorKind::InvalidInput, ErrorKind::InvalidInput)
+        );
         let last = [snapshot(&u64::MAX.to_string(), "a")];
         assert_eq!(new_id(&last, "b").unwrap_err().kind(), ErrorKind::Unsupported);
     }

@@ -62,7 +62,7 @@ const SNAPSHOTS_AT: u64 = 60;
 impl<S: Store> Qcow2<S> {
     /// All snapshots inside the image.
     pub(super) async fn list_inner(&self) -> Result<Vec<InnerSnapshot>> {
-        Ok(self.inner_entries().await?.iter().map(list::told).collect())
+        Ok(list::told_all(&self.inner_entries().await?))
     }
 
     async fn inner_entries(&self) -> Result<Vec<Snapshot>> {
@@ -108,7 +108,7 @@ impl<S: Store> Qcow2<S> {
     }
 
     async fn apply_inner(&self, all: &[Snapshot], which: &Which) -> Result<Snapshot> {
-        let snapshot = &all[list::find(all, which)?];
+        let snapshot = &all[which.find(&list::told_all(all))?];
         let head = self.now.head();
         let old = &head.header;
         let mut new = self.applied(old, snapshot)?;
@@ -141,14 +141,16 @@ impl<S: Store> Qcow2<S> {
             let what = format!(
                 "the snapshot says that its disk has {size_bytes} bytes, and the image can have no more than {most}"
             );
-            return Err(Error::new(ErrorKind::Corrupt, what).hint("the disk of now can be read and copied: spile convert"));
+            return Err(
+                Error::new(ErrorKind::Corrupt, what).hint("the disk of now can be read and copied: spile convert")
+            );
         }
         let new = Header { size_bytes, ..old.clone() };
         Ok(Header { l1_entries: new.needed_l1_entries() as u32, ..new })
     }
 
     async fn delete_inner(&self, old: &[Snapshot], which: &Which) -> Result<Snapshot> {
-        let number = list::find(old, which)?;
+        let number = which.find(&list::told_all(old))?;
         let (gone, head) = (&old[number], self.now.head());
         self.refuse_contradictions().await?;
         let writing = self.writing().await?;
