@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use clap::{ArgGroup, Args};
 use serde::Serialize;
-use spile_core::{Env as _, Error, ErrorKind, Locator, Result};
+use spile_core::{Disk as _, Env as _, Error, ErrorKind, Locator, Result};
 use spile_engine::OsEnv;
 use spile_image::inner::{InnerChange, InnerSnapshot, Which};
 use spile_image::layer::Layer as _;
