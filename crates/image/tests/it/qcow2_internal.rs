@@ -427,6 +427,21 @@ fn case_47_a_size_that_the_image_cannot_have_is_refused() {
     is_sound(&world);
 }
 
+#[test]
+fn a_snapshot_without_tables_is_one_of_an_empty_disk_wherever_they_would_lie() {
+    let world = with_snapshot(|snapshot, image| {
+        (snapshot.l1_offset, snapshot.l1_entries) = (1 << 60 | 5, 0);
+        image.counts.clear();
+        image.put64(image.l1_at(), (4 * CLUSTER) | COPIED);
+        image.set_l2(0, (5 * CLUSTER) | COPIED);
+    });
+    is_not_corrupt(&world);
+    apply(&world, "a").unwrap();
+    assert!(content(&world).iter().all(|byte| *byte == 0));
+    delete(&world, "a").unwrap();
+    is_not_corrupt(&world);
+}
+
 /// An image with a snapshot of a machine that ran: its state lies behind the end of the disk, in an L2 table of its own.
 fn with_state() -> World {
     let mut image = Image::new(9, 32 << 10);
@@ -520,6 +535,30 @@ fn a_device_without_room_is_refused_before_anything_changes() {
     assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
     is_sound(&world);
     assert!(content(&world) == before && list(&world).unwrap().is_empty());
+}
+
+#[test]
+fn tables_find_room_in_a_file_whose_free_clusters_lie_scattered() {
+    for (kind, is_refused) in [(FILE, false), (DEVICE, true)] {
+        let world = install(Form { kind, cluster_bits: 9, size_bytes: 512 << 10, ..USUAL });
+        with_disk(&world, |disk| write(disk, 0, &pattern(1, 512 << 10)));
+        if kind.is_device {
+            let used = bytes(&world).iter().rposition(|byte| *byte != 0).unwrap() as u64;
+            world.files.file(PATH).set_len(used.next_multiple_of(512));
+        }
+        with_disk(&world, |disk| {
+            (0..512 << 10)
+                .step_by(1024)
+                .for_each(|at| block_on(disk.discard(Extent::from_range(at..at + 512))).unwrap());
+        });
+        let before = content(&world);
+        match make(&world, "a") {
+            Ok(_) => assert!(!is_refused),
+            Err(error) => assert!(is_refused && error.kind() == ErrorKind::NoSpace, "{error}"),
+        }
+        is_sound(&world);
+        assert!(content(&world) == before);
+    }
 }
 
 #[test]

@@ -162,29 +162,46 @@ impl<S: Store> Qcow2<S> {
     /// Gives out `count` clusters that lie side by side, each counted once and zero, both durably.
     pub(super) async fn take_run(&self, writing: &Writing, count: u64) -> Result<Range<u64>> {
         let mut taken = Vec::new();
-        let found = loop {
-            for _ in 0..count {
-                match self.take_cluster(writing).await {
-                    Ok(cluster) => taken.push(cluster),
-                    Err(error) => {
-                        writing.space().put_back(taken);
-                        return Err(error);
-                    }
-                }
-            }
-            taken.sort_unstable();
-            let found = super::alloc::runs(&taken).find(|run| run.end - run.start >= count);
-            if found.is_some() || taken.len() as u64 >= count * MOST_TAKEN {
-                break found.map(|run| run.start..run.start + count);
-            }
-        };
-        let rest = taken.into_iter().filter(|cluster| found.as_ref().is_none_or(|run| !run.contains(cluster)));
-        writing.space().put_back(rest.collect());
-        found.ok_or_else(|| {
+        let mut found = self.look_for_run(writing, count, &mut taken).await;
+        if matches!(found, Ok(None)) && self.store.info().grows_zeroed {
+            // What is free in the file lies scattered. Behind its end all is free.
+            let hint = self.leave_scattered(writing, &mut taken).await;
+            found = self.look_for_run(writing, count, &mut taken).await;
+            let mut counts = writing.counts.lock().await;
+            counts.hint = counts.hint.min(hint);
+        }
+        let run = found.as_ref().ok().cloned().flatten();
+        taken.retain(|cluster| run.as_ref().is_none_or(|run| !run.contains(cluster)));
+        writing.space().put_back(taken);
+        found?.ok_or_else(|| {
             let what = format!("the image has no {count} free clusters side by side for a table");
             let error = Error::new(ErrorKind::NoSpace, what).at_path(self.store.path());
             error.hint("copy the disk to a larger one, with larger clusters: spile convert --size")
         })
+    }
+
+    /// Takes clusters, a bounded number of them, until `count` of those in `taken` lie side by side.
+    async fn look_for_run(&self, writing: &Writing, count: u64, taken: &mut Vec<u64>) -> Result<Option<Range<u64>>> {
+        for _ in 0..MOST_TAKEN {
+            for _ in 0..count {
+                taken.push(self.take_cluster(writing).await?);
+            }
+            taken.sort_unstable();
+            let found = super::alloc::runs(taken).find(|run| run.end - run.start >= count);
+            if let Some(run) = found {
+                return Ok(Some(run.start..run.start + count));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Takes all that is ready, and has the next clusters come from behind the end of the file. Returns from where on they were looked for before.
+    async fn leave_scattered(&self, writing: &Writing, taken: &mut Vec<u64>) -> u64 {
+        let mut counts = writing.counts.lock().await;
+        let mut space = writing.space();
+        space.given_out += space.ready.len() as u64;
+        taken.extend(space.ready.drain(..));
+        std::mem::replace(&mut counts.hint, self.store.len_bytes() >> self.head.header.cluster_bits)
     }
 
     /// Makes the image longer or shorter while nobody uses it, and seals it.
