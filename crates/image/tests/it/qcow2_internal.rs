@@ -442,6 +442,35 @@ fn a_snapshot_without_tables_is_one_of_an_empty_disk_wherever_they_would_lie() {
     is_not_corrupt(&world);
 }
 
+#[test]
+fn a_long_table_is_read_and_written_as_a_whole() {
+    let mut image = Image::usual();
+    image.data(0, 5);
+    let one = |number: u64| Snapshot {
+        l1_offset: 0,
+        l1_entries: 0,
+        taken_s: 7,
+        taken_ns: 0,
+        guest_clock_ns: 0,
+        short_state_bytes: 0,
+        extra: [0, 1 << 20, u64::MAX].map(u64::to_be_bytes).concat(),
+        id: number.to_string().into_bytes(),
+        name: format!("{number:0255}").into_bytes(),
+    };
+    let table: Vec<u8> = (1..=1000).flat_map(|number| one(number).to_bytes()).collect();
+    let at = image.append(&table);
+    image.put32(60, 1000);
+    image.put64(64, at);
+    let world = installed(image);
+    is_sound(&world);
+    assert_eq!(list(&world).unwrap().len(), 1000);
+    assert_eq!(make(&world, "a").unwrap().id, "1001");
+    delete(&world, "500").unwrap();
+    is_sound(&world);
+    let left = list(&world).unwrap();
+    assert_eq!((left.len(), &left[999].name[..], &left[499].id[..]), (1000, "a", "501"));
+}
+
 /// An image with a snapshot of a machine that ran: its state lies behind the end of the disk, in an L2 table of its own.
 fn with_state() -> World {
     let mut image = Image::new(9, 32 << 10);

@@ -147,7 +147,8 @@ async fn list(at: &Locator, options: &OpenOptions) -> Result<InternalSnapshots> 
     let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(options.no_lock));
     let opened = open_layer(&files, Arc::new(OsEnv), at.clone(), options).await;
     let layer = opened.map_err(|error| match error.kind() {
-        ErrorKind::Busy => error.hint("spile info shows the snapshots of a disk that is served, too"),
+        ErrorKind::Busy => Error::new(ErrorKind::Busy, format!("{at}: {}", error.message()))
+            .hint("if a server has the disk, spile info shows its snapshots"),
         _ => error,
     })?;
     let all = layer.image().inner_snapshots().await?;
