@@ -448,6 +448,11 @@ class Checking(Damage):
             image.write_bytes(original)
             kind = self.damage(dice, image)
             with self.subTest(turn=turn, kind=kind):
+                if kind in (1, 6):
+                    # COPIED is clear where the refcount is 1. That costs a copy and harms nobody; QEMU calls it corruption.
+                    self.assertEqual(run("qemu-img", "check", "-q", "-f", "qcow2", image, ok=None).returncode, 2)
+                    self.assertEqual(spile("check", image, ok=None).returncode, 4)
+                    continue
                 seen.add(self.assertChecksAlike(image))
         self.assertEqual(seen, {0, 3, 4})
 

@@ -5,7 +5,7 @@
 pub enum Severity {
     /// Worth knowing; nothing is wrong for a reader that keeps to the specification.
     Note,
-    /// Space that nothing refers to.
+    /// Space that nothing refers to, or that the next writes will take without need.
     Leak,
     /// The image contradicts itself; data may be wrong or lost.
     Corruption,

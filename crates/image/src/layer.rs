@@ -18,6 +18,7 @@ use crate::create::NewParent;
 use crate::facts::Facts;
 use crate::formats::Format;
 use crate::grace::Reader;
+use crate::inner::{InnerChange, InnerSnapshot};
 
 /// A flush gives the space of so many units back to the store at most, those first that were given up last ([`Layer::forget`]).
 pub const GIVEN_BACK_A_FLUSH: usize = 256;
@@ -402,6 +403,26 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     /// from the image's parent, too.
     fn has_inner_snapshots(&self) -> bool {
         false
+    }
+
+    /// The snapshots inside the image, in the order of its table.
+    ///
+    /// # Errors
+    /// `Unsupported` where the format has none; `Corrupt` when not all of them can be read; errors of the store.
+    fn inner_snapshots(&self) -> impl Future<Output = Result<Vec<InnerSnapshot>>> {
+        async { Err(self.unsupported("an image of this format has no snapshots inside it")) }
+    }
+
+    /// Changes the snapshots inside the image while nobody uses it, and seals it: no request is in flight, and the layer is dropped
+    /// afterwards. Returns the snapshot that was made, applied or deleted. An image that is ended at any moment meanwhile opens as it was or
+    /// as it is to be; space may be leaked.
+    ///
+    /// # Errors
+    /// `Unsupported` where the format has none, and for an image that has no room for one more; `Corrupt` for an image that contradicts itself; `NotFound`,
+    /// `Exists`, `InvalidInput` for a name; `NoSpace`: in all these cases nothing was changed. `ReadOnly`; errors of the store.
+    fn change_inner_unused(&self, change: &InnerChange) -> impl Future<Output = Result<InnerSnapshot>> {
+        let _ = change;
+        async { Err(self.unsupported("an image of this format has no snapshots inside it")) }
     }
 
     /// True when a process that was killed left acknowledged writes that only an open for writing makes durable.

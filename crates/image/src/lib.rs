@@ -12,6 +12,7 @@ pub mod facts;
 pub mod formats;
 mod grace;
 mod graph;
+pub mod inner;
 pub mod layer;
 mod loads;
 pub mod measure;

@@ -297,7 +297,7 @@ pub(crate) fn refuse_inner_snapshots<S: Store>(layer: &GraphLayer<S>, why: &str)
         return Ok(());
     }
     let error = Error::new(ErrorKind::Unsupported, format!("the image has snapshots inside it, and {why}"));
-    let hint = "qemu-img snapshot -l lists them; copy those that are needed by qemu-img convert -l, and remove them by qemu-img snapshot -d";
+    let hint = "spile internal-snapshot --list shows them, and --delete removes them; copy those that are needed first, by qemu-img convert -l";
     Err(error.at_path(layer.path()).hint(hint))
 }
 

@@ -181,6 +181,8 @@ macro_rules! formats {
                 async fn resize(&self, size_bytes: u64) -> Result<()>;
                 async fn resize_unused(&self, size_bytes: u64) -> Result<()>;
                 async fn amend(&self, asked: &Amendment) -> Result<Amended>;
+                async fn inner_snapshots(&self) -> Result<Vec<InnerSnapshot>>;
+                async fn change_inner_unused(&self, change: &InnerChange) -> Result<InnerSnapshot>;
                 async fn parent(&self) -> Result<Option<ParentRef>>;
             }
 

@@ -17,6 +17,7 @@ mod qcow2_chains;
 mod qcow2_check;
 mod qcow2_create;
 mod qcow2_image;
+mod qcow2_internal;
 mod qcow2_life;
 mod qcow2_repair;
 mod qcow2_walk;

@@ -127,7 +127,7 @@ fn case_24_and_26_clusters_with_two_kinds_of_users() {
         &report,
         &[
             (CORRUPTION, 3 * CLUSTER, "guest data overlaps the image's own metadata"),
-            (CORRUPTION, L2 + 24, "COPIED clear"),
+            (Severity::Leak, L2 + 24, "COPIED clear"),
             (CORRUPTION, 3 * CLUSTER, "refcount 1, but 2 references"),
         ],
     );
@@ -147,6 +147,16 @@ fn case_25_two_entries_with_copied_for_one_cluster() {
     });
     let copied = |at| (CORRUPTION, at, "COPIED set, but the refcount is 2");
     finds(&report, &[copied(L2), copied(L2 + 72)]);
+}
+
+#[test]
+fn copied_that_is_clear_without_need_costs_a_copy_and_harms_nobody() {
+    let report = check(|image| {
+        image.set_l2(0, image.get64(image.l2_at(0)) & !COPIED);
+        image.put64(image.l1_at(), 4 * CLUSTER);
+    });
+    let clear = |at| (Severity::Leak, at, "COPIED clear, but the refcount is 1");
+    finds(&report, &[clear(3 * CLUSTER), clear(L2)]);
 }
 
 #[test]

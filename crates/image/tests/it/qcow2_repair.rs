@@ -82,6 +82,15 @@ fn header64(world: &World, at: u64) -> u64 {
 }
 
 #[test]
+fn copied_is_set_where_the_count_is_1() {
+    let world = mends(|image| {
+        image.set_l2(0, image.get64(image.l2_at(0)) & !COPIED);
+        image.put64(image.l1_at(), 4 * CLUSTER);
+    });
+    assert_eq!((header64(&world, L2) & COPIED, header64(&world, 3 * CLUSTER) & COPIED), (COPIED, COPIED));
+}
+
+#[test]
 fn case_25_two_entries_for_one_cluster_lose_copied_and_keep_their_data() {
     let world = mends(|image| image.set_l2(9, (5 * CLUSTER) | COPIED));
     assert_eq!((header64(&world, L2) & COPIED, header64(&world, L2 + 72) & COPIED), (0, 0));

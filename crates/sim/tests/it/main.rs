@@ -10,6 +10,7 @@ mod gc;
 mod giving_up;
 mod giving_up_qcow2;
 mod images;
+mod inner;
 mod merge;
 mod motion;
 mod qcow2;

@@ -363,6 +363,17 @@ says so, and the move goes on."],
         notes: &[JSON],
     },
     Ending {
+        command: "internal-snapshot",
+        codes: &[],
+        examples: &[
+            ("spile internal-snapshot disk.qcow2 --list", "as qemu-img snapshot -l"),
+            ("spile internal-snapshot disk.qcow2 --create monday", "keeps what the disk holds, in its own file"),
+            ("spile internal-snapshot disk.qcow2 --apply monday", "loses what the disk holds now"),
+            ("spile internal-snapshot disk.qcow2 --delete monday", "gives its space back"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
         command: "gc",
         codes: &[("1", "not all that was begun could be done; else: failure")],
         examples: &[

@@ -20,6 +20,7 @@ mod fill;
 mod gc;
 mod help;
 mod info;
+mod internal_snapshot;
 mod jobs;
 mod limit;
 mod load;
@@ -122,6 +123,7 @@ enum Command {
     Rebase(rebase::RebaseArgs),
     Amend(Box<amend::AmendArgs>),
     Delete(revert::DeleteArgs),
+    InternalSnapshot(internal_snapshot::InternalSnapshotArgs),
     Checkpoint(checkpoint::CheckpointArgs),
     Changed(checkpoint::ChangedArgs),
     Tree(tree::TreeArgs),
@@ -193,6 +195,7 @@ pub fn run() -> ExitCode {
         Command::Rebase(args) => rebase::run(args),
         Command::Amend(args) => amend::run(args),
         Command::Delete(args) => revert::delete(args),
+        Command::InternalSnapshot(args) => internal_snapshot::run(args),
         Command::Checkpoint(args) => checkpoint::checkpoint(args),
         Command::Changed(args) => checkpoint::changed(args),
         Command::Tree(args) => tree::run(args),
@@ -232,9 +235,12 @@ pub fn run() -> ExitCode {
 fn with_way_out(error: Error, command: &Command) -> Error {
     let state = match command {
         _ if error.kind() != ErrorKind::NoSpace || error.hint_text().is_some() => return error,
-        Command::Snapshot(_) | Command::Clone(_) | Command::Revert(_) | Command::Delete(_) | Command::Checkpoint(_) => {
-            "the disk is as it was"
-        }
+        Command::Snapshot(_)
+        | Command::Clone(_)
+        | Command::Revert(_)
+        | Command::Delete(_)
+        | Command::InternalSnapshot(_)
+        | Command::Checkpoint(_) => "the disk is as it was",
         Command::Coalesce(_) | Command::Flatten(_) => "the disk holds what it held",
         _ => return error,
     };

@@ -21,6 +21,7 @@ use super::convert::Copied;
 use super::create::Created;
 use super::demo::Shown;
 use super::gc::Collected;
+use super::internal_snapshot::InternalSnapshots;
 use super::limit::Limited;
 use super::load::ReadBack;
 use super::map::Mapped;
@@ -92,6 +93,7 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("amend", of::<AmendedDisk>),
     ("revert", of::<Reverted>),
     ("delete", of::<Deleted>),
+    ("internal-snapshot", of::<InternalSnapshots>),
     ("checkpoint", of::<CheckpointList>),
     ("changed", of::<ChangedBlocks>),
     ("tree", of::<Tree>),

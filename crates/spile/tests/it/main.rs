@@ -18,6 +18,7 @@ mod full_disk;
 mod gc;
 mod given_up;
 mod hangs;
+mod internal_snapshot;
 mod limits;
 mod load;
 mod load_vhost;

@@ -346,7 +346,10 @@ fn an_image_with_snapshots_inside_it_keeps_its_file_and_its_parent() {
         &["rebase", "q-inner.qcow2", "--parent", "s1.qcow2"],
     ] {
         let said = fails(dir, 1, refused);
-        assert!(said.contains("snapshots inside it") && said.contains("qemu-img snapshot"), "{refused:?}: {said}");
+        assert!(
+            said.contains("snapshots inside it") && said.contains("spile internal-snapshot"),
+            "{refused:?}: {said}"
+        );
     }
     assert_eq!(chain(dir, "q-inner.qcow2"), ["q-inner.qcow2", "s2.qcow2", "s1.qcow2"]);
     assert!(sound(dir, "q-inner.qcow2") == bytes);

@@ -5,7 +5,7 @@ use spile_core::{Error, ErrorKind, Result, Store};
 
 use super::codec::bitmap::Bitmap;
 use super::codec::header::feature;
-use super::codec::snapshot::Snapshot;
+use super::codec::snapshot::{MAX_TABLE_BYTES, Snapshot};
 use super::open::{Head, read};
 
 /// The most that is read of a table when an image is opened.
@@ -48,8 +48,20 @@ impl Lists {
     }
 }
 
+/// All snapshots. Their table is read as far as it goes: nothing but its entries says how long it is.
+pub(super) async fn all_snapshots<S: Store>(store: &S, head: &Head) -> List<Snapshot> {
+    let mut most_bytes = READ_BYTES;
+    loop {
+        let list = snapshots(store, head, most_bytes).await;
+        if list.fault.is_none() || most_bytes >= MAX_TABLE_BYTES {
+            return list;
+        }
+        most_bytes *= 4;
+    }
+}
+
 /// The snapshots in the first `most_bytes` of their table.
-pub(super) async fn snapshots<S: Store>(store: &S, head: &Head, most_bytes: u64) -> List<Snapshot> {
+async fn snapshots<S: Store>(store: &S, head: &Head, most_bytes: u64) -> List<Snapshot> {
     let header = &head.header;
     let count = u64::from(header.snapshots);
     if count == 0 {

@@ -18,11 +18,13 @@ mod clusters;
 pub mod codec;
 mod create;
 mod dirty;
+mod entries;
 mod facts;
 pub mod fill;
 mod first_cluster;
 mod flush;
 mod forget;
+mod inner;
 mod l1;
 mod layout;
 mod lists;
@@ -56,6 +58,7 @@ use crate::check::{Lost, Report};
 use crate::create::{NewImage, NewParent};
 use crate::facts::Facts;
 use crate::grace::Reader;
+use crate::inner::{InnerChange, InnerSnapshot};
 use crate::layer::{EncodedUnit, Found, GivenBack, Identity, Layer, MapPiece, ParentRef};
 use crate::measure::Space;
 
@@ -262,6 +265,14 @@ impl<S: Store> Layer<S> for Qcow2<S> {
 
     async fn amend(&self, asked: &Amendment) -> Result<Amended> {
         self.amend_alone(asked).await
+    }
+
+    async fn inner_snapshots(&self) -> Result<Vec<InnerSnapshot>> {
+        self.list_inner().await
+    }
+
+    async fn change_inner_unused(&self, change: &InnerChange) -> Result<InnerSnapshot> {
+        Box::pin(self.change_inner_alone(change)).await
     }
 
     fn allocations(&self) -> u64 {

@@ -120,6 +120,10 @@ fn refuse_encryption(header: &Header) -> Result<()> {
 /// The first `needed` entries of an L1 table of `entries` entries, all of which have to be in the file.
 pub(super) async fn read_l1<S: Store>(store: &S, offset: u64, entries: u64, needed: u64) -> Result<Vec<u64>> {
     let len = entries * 8;
+    if len == 0 {
+        // Where it lies says nothing.
+        return Ok(Vec::new());
+    }
     if offset.checked_add(len).is_none_or(|end| end > store.len_bytes()) {
         let what = format!("the L1 table of {entries} entries goes past the end of the file");
         return Err(Error::new(ErrorKind::Corrupt, what).at_offset(offset));

@@ -7,7 +7,7 @@ use std::ops::Range;
 use spile_core::{Error, ErrorKind, Result, ResultExt, Segments, Store, StoreOffset, Via};
 
 use super::codec::header::Header;
-use super::codec::table::decode;
+use super::codec::table::{decode, encode};
 use super::codec::{MAX_REFCOUNT_TABLE_BYTES, OFFSET_MASK, refcount};
 use super::open::read;
 
@@ -298,8 +298,10 @@ impl Refcounts {
     /// Writes the whole table where it is to lie.
     pub(super) async fn write_table<S: Store>(&self, store: &S) -> Result<()> {
         let offset = self.table_at.start << self.cluster_bits;
-        let bytes: Vec<u8> = self.table.iter().flat_map(|entry| entry.to_be_bytes()).collect();
-        store.write_at(StoreOffset(offset), &Segments::copied(&bytes), Via::Cached).await.at_offset(offset)
+        store
+            .write_at(StoreOffset(offset), &Segments::copied(&encode(&self.table)), Via::Cached)
+            .await
+            .at_offset(offset)
     }
 
     /// The header's fields that say where the table is.

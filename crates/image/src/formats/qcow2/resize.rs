@@ -28,21 +28,22 @@ use super::codec::header::Header;
 use super::codec::table::{Cluster, decode};
 use super::codec::{COPIED, OFFSET_MASK};
 use super::create::write;
+use super::entries::{host_of, references};
 use super::layout::{l1_clusters, max_size_bytes};
 use super::map::entry_error;
 use super::open::{read, read_l1};
-use super::write::{Old, clusters_of, host_of};
+use super::write::Old;
 use super::writing::Writing;
 
 /// Where the header has the size, what is encrypted (nothing is), and the length and the place of the L1 table.
-const SIZE_AT: u64 = 24;
+pub(super) const SIZE_AT: u64 = 24;
 /// So many entries are looked at in one turn.
 const LOOKED_AT_ONCE: u64 = 4096;
 /// A run of clusters is looked for among so many times as many.
 const MOST_TAKEN: u64 = 16;
 
 /// The fields of the header from [`SIZE_AT`] on.
-fn fields(header: &Header) -> Vec<u8> {
+pub(super) fn fields(header: &Header) -> Vec<u8> {
     let (size, l1) = (header.size_bytes.to_be_bytes(), header.l1_entries.to_be_bytes());
     [&size[..], &header.crypt_method.to_be_bytes(), &l1, &header.l1_offset.to_be_bytes()].concat()
 }
@@ -61,7 +62,8 @@ fn check_size(header: &Header, size_bytes: u64) -> Result<()> {
     }
     if header.version < 3 && header.snapshots > 0 {
         let what = "an image of version 2 with internal snapshots keeps its size: the snapshots do not tell theirs";
-        return Err(Error::new(ErrorKind::Unsupported, what).hint("delete the snapshots first: qemu-img snapshot -d"));
+        return Err(Error::new(ErrorKind::Unsupported, what)
+            .hint("delete the snapshots first: spile internal-snapshot --delete"));
     }
     Ok(())
 }
@@ -158,31 +160,48 @@ impl<S: Store> Qcow2<S> {
     }
 
     /// Gives out `count` clusters that lie side by side, each counted once and zero, both durably.
-    async fn take_run(&self, writing: &Writing, count: u64) -> Result<Range<u64>> {
+    pub(super) async fn take_run(&self, writing: &Writing, count: u64) -> Result<Range<u64>> {
         let mut taken = Vec::new();
-        let found = loop {
-            for _ in 0..count {
-                match self.take_cluster(writing).await {
-                    Ok(cluster) => taken.push(cluster),
-                    Err(error) => {
-                        writing.space().put_back(taken);
-                        return Err(error);
-                    }
-                }
-            }
-            taken.sort_unstable();
-            let found = super::alloc::runs(&taken).find(|run| run.end - run.start >= count);
-            if found.is_some() || taken.len() as u64 >= count * MOST_TAKEN {
-                break found.map(|run| run.start..run.start + count);
-            }
-        };
-        let rest = taken.into_iter().filter(|cluster| found.as_ref().is_none_or(|run| !run.contains(cluster)));
-        writing.space().put_back(rest.collect());
-        found.ok_or_else(|| {
-            let what = format!("the image has no {count} free clusters side by side for a longer L1 table");
+        let mut found = self.look_for_run(writing, count, &mut taken).await;
+        if matches!(found, Ok(None)) && self.store.info().grows_zeroed {
+            // What is free in the file lies scattered. Behind its end all is free.
+            let hint = self.leave_scattered(writing, &mut taken).await;
+            found = self.look_for_run(writing, count, &mut taken).await;
+            let mut counts = writing.counts.lock().await;
+            counts.hint = counts.hint.min(hint);
+        }
+        let run = found.as_ref().ok().cloned().flatten();
+        taken.retain(|cluster| run.as_ref().is_none_or(|run| !run.contains(cluster)));
+        writing.space().put_back(taken);
+        found?.ok_or_else(|| {
+            let what = format!("the image has no {count} free clusters side by side for a table");
             let error = Error::new(ErrorKind::NoSpace, what).at_path(self.store.path());
             error.hint("copy the disk to a larger one, with larger clusters: spile convert --size")
         })
+    }
+
+    /// Takes clusters, a bounded number of them, until `count` of those in `taken` lie side by side.
+    async fn look_for_run(&self, writing: &Writing, count: u64, taken: &mut Vec<u64>) -> Result<Option<Range<u64>>> {
+        for _ in 0..MOST_TAKEN {
+            for _ in 0..count {
+                taken.push(self.take_cluster(writing).await?);
+            }
+            taken.sort_unstable();
+            let found = super::alloc::runs(taken).find(|run| run.end - run.start >= count);
+            if let Some(run) = found {
+                return Ok(Some(run.start..run.start + count));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Takes all that is ready, and has the next clusters come from behind the end of the file. Returns from where on they were looked for before.
+    async fn leave_scattered(&self, writing: &Writing, taken: &mut Vec<u64>) -> u64 {
+        let mut counts = writing.counts.lock().await;
+        let mut space = writing.space();
+        space.given_out += space.ready.len() as u64;
+        taken.extend(space.ready.drain(..));
+        std::mem::replace(&mut counts.hint, self.store.len_bytes() >> self.head.header.cluster_bits)
     }
 
     /// Makes the image longer or shorter while nobody uses it, and seals it.
@@ -250,17 +269,8 @@ impl<S: Store> Qcow2<S> {
         let bytes = read(&self.store, offset, header.cluster_bytes()).await.at_offset(offset)?;
         self.set_table(writing, number, entry, 0).await?;
         let words: Vec<u64> = decode(&bytes).collect();
-        for words in words.chunks(1 << (header.l2_entry_bits() - 3)) {
-            let bitmap = words.get(1).copied().unwrap_or(0);
-            let gone = match self.rules.cluster(words[0], bitmap) {
-                Ok(Cluster::Compressed(place)) => clusters_of(place, header.cluster_bits),
-                Ok(cluster) => match host_of(&cluster) {
-                    Some(host) => host >> header.cluster_bits..(host >> header.cluster_bits) + 1,
-                    None => continue,
-                },
-                // What cannot be followed is leaked at most.
-                Err(_) => continue,
-            };
+        // What cannot be followed is leaked at most.
+        for gone in references(&self.rules, &words) {
             if self.are_counted(writing, &gone).await? {
                 self.bound_given_up(writing).await?;
                 writing.give_up(gone);

@@ -16,8 +16,9 @@ use std::ops::Range;
 use spile_core::{Error, ErrorKind, Extent, Result, ResultExt, Segments, Store, StoreOffset, Via};
 
 use super::Qcow2;
-use super::codec::table::{Cluster, Compressed, SUBCLUSTERS, decode};
+use super::codec::table::{Cluster, SUBCLUSTERS, decode};
 use super::codec::{COPIED, OFFSET_MASK};
+use super::entries::{clusters_of, host_of};
 use super::map::entry_error;
 use super::writing::Writing;
 use crate::layer::{Found, Reserved};
@@ -41,15 +42,6 @@ pub(super) struct Old {
 impl Old {
     fn host(&self) -> Option<u64> {
         host_of(&self.cluster)
-    }
-}
-
-/// The place that is a cluster's, whether it has data there or not; `None` where it has none, or is compressed.
-pub(super) fn host_of(cluster: &Cluster) -> Option<u64> {
-    match *cluster {
-        Cluster::Data(host) => Some(host),
-        Cluster::Zero(host) | Cluster::Mixed { host, .. } => host,
-        Cluster::Unallocated | Cluster::Compressed(_) => None,
     }
 }
 
@@ -526,9 +518,4 @@ impl<S: Store> Qcow2<S> {
         }
         None
     }
-}
-
-/// The clusters of the file that compressed data lie in, each of which counts them once.
-pub(super) fn clusters_of(place: Compressed, bits: u32) -> Range<u64> {
-    place.offset >> bits..((place.offset + place.len_bytes - 1) >> bits) + 1
 }

@@ -12,6 +12,7 @@
 //! serves other disks, so no step is long: other requests of the worker run in between ([`breathe`]).
 
 mod repair;
+mod room;
 mod window;
 
 use std::collections::HashSet;
@@ -24,13 +25,14 @@ use super::codec::header::{Header, feature};
 use super::codec::snapshot::Snapshot;
 use super::codec::table::{Cluster, Rules, decode};
 use super::codec::{COPIED, refcount};
-use super::lists::{List, bitmaps, snapshots};
+use super::lists::{List, all_snapshots, bitmaps};
 use super::open::{Head, read, read_head, read_l1, rules};
 use crate::check::{Mend, Report, Severity};
 
 pub(super) use self::repair::repair;
+pub(super) use self::room::refuse_full;
 
-/// The most that is read of the table of snapshots and of the directory of bitmaps.
+/// The most that is read of the directory of bitmaps.
 const LIST_BYTES: u64 = 16 << 20;
 /// What is read at once of a table that may be long.
 const READ_BYTES: u64 = 256 << 10;
@@ -179,7 +181,7 @@ impl<'a, S: Store> Walk<'a, S> {
         let head = read_head(store).await?;
         refuse_endless(store, &head.header)?;
         findings.report.total_blocks = head.header.size_bytes.div_ceil(head.header.cluster_bytes());
-        let snapshots = snapshots(store, &head, LIST_BYTES).await;
+        let snapshots = all_snapshots(store, &head).await;
         let bitmaps = bitmaps(store, &head, LIST_BYTES).await;
         tell_list("snapshots", &snapshots, findings);
         tell_list("bitmaps", &bitmaps, findings);
@@ -446,16 +448,17 @@ impl<S: Store> Walk<'_, S> {
         pass.window.refer(offset, len, User::Data, findings);
     }
 
-    /// COPIED says that the refcount is exactly 1: a writer believes it and writes in place.
+    /// COPIED says that the refcount is exactly 1: a writer believes it and writes in place. Where it is clear without need, a writer copies
+    /// and does no harm: that is how a power cut leaves an image whose snapshots were being changed.
     fn check_copied(&self, table: &str, entry: u64, offset: u64, place: u64, pass: &mut Pass, findings: &mut Findings) {
         let Some(count) = pass.window.stored(offset).filter(|_| pass.is_active && !self.ignores_refcounts) else {
             return;
         };
         let is_set = entry & COPIED != 0;
         if is_set != (count == 1) {
-            let says = if is_set { "set" } else { "clear" };
+            let (says, severity) = if is_set { ("set", Severity::Corruption) } else { ("clear", Severity::Leak) };
             let message = format!("the {table} entry {entry:#018x} has COPIED {says}, but the refcount is {count}");
-            findings.corruption(place, Mend::Repair, message);
+            findings.add(severity, place, Mend::Repair, message);
         }
     }
 }

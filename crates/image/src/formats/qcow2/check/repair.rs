@@ -11,9 +11,10 @@
 use spile_core::{Error, ErrorKind, Result, Store, yield_now};
 
 use super::super::codec::header::feature;
-use super::super::codec::table::{Cluster, decode};
+use super::super::codec::table::{decode, encode};
 use super::super::codec::{COPIED, refcount};
 use super::super::create::write;
+use super::super::entries::places;
 use super::super::layout::Refcounts;
 use super::super::open::{read, read_l1};
 use super::window::{Findings, Window};
@@ -186,24 +187,19 @@ async fn mend_table<S: Store>(walk: &Walk<'_, S>, table: u64, window: &Window) -
     }
     let len = walk.cluster_bytes().min(walk.store.len_bytes() - table);
     let mut words: Vec<u64> = decode(&read(walk.store, table, len).await?).collect();
+    let places: Vec<_> = places(&walk.rules, &words).collect();
     let mut is_changed = false;
-    for (number, entry) in (0..).zip(words.chunks_exact_mut(if walk.rules.extended { 2 } else { 1 })) {
+    for (number, (at, host)) in (0..).zip(places) {
         breathe(number).await;
-        let bitmap = entry.get(1).copied().unwrap_or(0);
-        let host = match walk.rules.cluster(entry[0], bitmap) {
-            Ok(Cluster::Data(host) | Cluster::Zero(Some(host)) | Cluster::Mixed { host: Some(host), .. }) => host,
-            _ => continue,
-        };
-        if let Some(mended) = mended(entry[0], host, window) {
-            entry[0] = mended;
+        if let Some(mended) = mended(words[at], host, window) {
+            words[at] = mended;
             is_changed = true;
         }
     }
     if !is_changed {
         return Ok(());
     }
-    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_be_bytes()).collect();
-    write(walk.store, table, &bytes).await
+    write(walk.store, table, &encode(&words)).await
 }
 
 /// The entry with COPIED as it should be, if that differs.

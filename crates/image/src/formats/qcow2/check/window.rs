@@ -144,6 +144,17 @@ impl Window {
         (0..len).step_by(PART_CLUSTERS).map(move |start| start..len.min(start + PART_CLUSTERS))
     }
 
+    /// The first cluster of a part, of guest data or of an L2 table, whose refcount and the references that were found are more than `most`
+    /// together.
+    pub(super) fn first_full(&self, part: &Range<usize>, most: u32) -> Option<u64> {
+        let counted = User::L2.bit() | User::Data.bit();
+        let is_full = |index: &usize| {
+            let sum = u32::from(self.stored[*index]) + u32::from(self.found[*index]);
+            self.users[*index] & counted != 0 && sum > most
+        };
+        part.clone().find(is_full).map(|index| self.first + index as u64)
+    }
+
     /// The first cluster of a part that has more references than `most`.
     pub(super) fn first_over(&self, part: &Range<usize>, most: u16) -> Option<u64> {
         let found = self.found[part.clone()].iter().position(|found| *found > most);
@@ -269,6 +280,19 @@ mod tests {
         let told: Vec<_> = report.findings.iter().map(|f| (f.severity, f.offset_bytes.unwrap() >> 16)).collect();
         assert_eq!(told, [(Severity::Corruption, 5), (Severity::Leak, 6), (Severity::Leak, 9)]);
         assert_eq!(report.leaked_bytes, 3 << 16);
+    }
+
+    #[test]
+    fn a_cluster_is_full_when_its_count_has_no_room_for_what_was_found() {
+        let (mut window, mut findings) = window();
+        for (cluster, user, references) in
+            [(4, User::Refcounts, 3), (5, User::Data, 1), (6, User::L2, 1), (7, User::Data, 2)]
+        {
+            (0..references).for_each(|_| window.refer(cluster << 16, 1, user, &mut findings));
+            window.store(cluster, 2);
+        }
+        let first_full = |most| window.parts().find_map(|part| window.first_full(&part, most));
+        assert_eq!((first_full(3), first_full(2), first_full(4)), (Some(7), Some(5), None));
     }
 
     #[test]

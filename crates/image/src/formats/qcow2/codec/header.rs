@@ -15,7 +15,8 @@ const V2_BYTES: usize = 72;
 const V3_BYTES: usize = 104;
 /// Where the compression type is, if the header is long enough.
 const COMPRESSION_AT: usize = 104;
-const MAX_SNAPSHOTS: u32 = 65536;
+/// The most snapshots of an image, as in QEMU.
+pub const MAX_SNAPSHOTS: u32 = 65536;
 
 /// Feature bits in the header.
 pub mod feature {

@@ -1,13 +1,19 @@
 //! The table of internal snapshots: entries of variable length, one after the other.
 
+use super::table::encode;
 use super::{CodecError, be16, be32, be64, check_offset, need, put};
 
 /// The fixed part of an entry.
 const FIXED_BYTES: usize = 40;
 /// The most extra data of an entry, in bytes, as in QEMU.
 pub const MAX_EXTRA_BYTES: u32 = 1024;
+/// The longest table, in bytes, as in QEMU.
+pub const MAX_TABLE_BYTES: u64 = 64 << 20;
 /// The longest entry, in bytes.
 pub const MAX_ENTRY_BYTES: usize = FIXED_BYTES + MAX_EXTRA_BYTES as usize + 2 * 65535 + 8;
+
+/// The instruction count of a guest whose instructions nobody counts.
+const NO_INSTRUCTION_COUNT: u64 = u64::MAX;
 
 /// An internal snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -90,6 +96,19 @@ impl Snapshot {
         self.extra_u64(8)
     }
 
+    /// The entry with as much extra data as version 3 asks for and QEMU writes: an entry that does not tell the size of its disk gets
+    /// `disk_bytes`.
+    #[must_use]
+    pub fn extended(mut self, disk_bytes: u64) -> Self {
+        let all = [self.state_bytes(), disk_bytes, NO_INSTRUCTION_COUNT];
+        let known = self.extra.len() / 8;
+        if known < all.len() {
+            self.extra.truncate(known * 8);
+            self.extra.extend(encode(&all[known..]));
+        }
+        self
+    }
+
     fn extra_u64(&self, at: usize) -> Option<u64> {
         (self.extra.len() >= at + 8).then(|| be64(&self.extra, at))
     }
@@ -121,6 +140,20 @@ mod tests {
         let extra = [9u64.to_be_bytes(), 5u64.to_be_bytes()].concat();
         let new = Snapshot { extra, ..old };
         assert_eq!((new.state_bytes(), new.disk_bytes()), (9, Some(5)));
+    }
+
+    #[test]
+    fn an_entry_is_extended_by_what_it_does_not_say() {
+        let words = |words: &[u64]| encode(words);
+        let mut bytes = [0; 40];
+        bytes[35] = 7;
+        let (old, _) = Snapshot::parse(&bytes).unwrap();
+        let with = |extra: Vec<u8>| Snapshot { extra, ..old.clone() }.extended(5).extra;
+        assert_eq!(with(Vec::new()), words(&[7, 5, u64::MAX]));
+        assert_eq!(with(words(&[9])), words(&[9, 5, u64::MAX]));
+        assert_eq!(with([&words(&[9])[..], &[1, 2, 3]].concat()), words(&[9, 5, u64::MAX]));
+        assert_eq!(with(words(&[9, 6])), words(&[9, 6, u64::MAX]));
+        assert_eq!(with(words(&[9, 6, 1, 4])), words(&[9, 6, 1, 4]), "what is not known is kept");
     }
 
     #[test]

@@ -199,6 +199,11 @@ pub fn decode(bytes: &[u8]) -> impl Iterator<Item = u64> {
     bytes.chunks_exact(8).map(|entry| be64(entry, 0))
 }
 
+/// The bytes of a table with these entries.
+pub fn encode(entries: &[u64]) -> Vec<u8> {
+    entries.iter().flat_map(|entry| entry.to_be_bytes()).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
