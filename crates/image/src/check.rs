@@ -57,6 +57,9 @@ pub struct Report {
     pub leaked_bytes: u64,
     /// The least number of bytes that the file is too short by.
     pub missing_bytes: u64,
+    /// Where the file has the first entry that claims space past the end of the file, which a reader does not need. Nobody can tell whether that space
+    /// is counted.
+    pub claims_past_end: Option<u64>,
 }
 
 impl Report {

@@ -34,6 +34,8 @@ pub struct OpenOptions {
     pub no_lock: bool,
     /// Write to an image although another one names it as its parent. A word to the opener of the `Files`, as `no_lock` is.
     pub write_parent: bool,
+    /// Refuse to write to an image whose refcounts may be wrong ([`is_dirty`](crate::formats::qcow2::is_dirty)), instead of making them anew.
+    pub keeps_dirty: bool,
 }
 
 impl Default for OpenOptions {
@@ -48,6 +50,7 @@ impl Default for OpenOptions {
             no_parents: false,
             no_lock: false,
             write_parent: false,
+            keeps_dirty: false,
         }
     }
 }
@@ -63,7 +66,7 @@ pub struct Described {
 }
 
 /// A parent's own maps are needed only until its part of a zone is merged: a small cache for each.
-const PARENT: OpenLayer = OpenLayer { read_only: true, lazy: false, cache_bytes: 1 << 20 };
+const PARENT: OpenLayer = OpenLayer { read_only: true, lazy: false, cache_bytes: 1 << 20, keeps_dirty: false };
 
 /// Memory for the maps of a parent that is open for writing.
 const MERGED_CACHE_BYTES: usize = 16 << 20;
@@ -105,6 +108,7 @@ pub async fn reopen_layer<F: Files>(
         read_only,
         lazy: false,
         cache_bytes: if read_only { PARENT.cache_bytes } else { MERGED_CACHE_BYTES },
+        ..PARENT
     };
     let store = files.reopen(image.store(), mode).await?;
     let image = image.format().open(store, env, how).await?;
@@ -207,8 +211,8 @@ impl<'a, F: Files> Search<'a, F> {
         let at = canonical(files, at).await?;
         let policy = Policy::new(files, at.as_path(), &options.allow_parents).await?;
         let mode = if options.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
-        let how =
-            OpenLayer { read_only: options.read_only, lazy: false, cache_bytes: options.metadata_cache_bytes / 2 };
+        let OpenOptions { read_only, keeps_dirty, .. } = *options;
+        let how = OpenLayer { read_only, keeps_dirty, cache_bytes: options.metadata_cache_bytes / 2, ..PARENT };
         let store = files.open(&at, mode).await?;
         let leaf = store.path().to_owned();
         let search =

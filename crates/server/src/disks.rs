@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use spile_core::{Error, ErrorKind, Files, Locator, Result, Store};
 use spile_engine::OsEnv;
+use spile_image::formats::qcow2::is_dirty;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::motion::{Moved, take_back};
 use spile_node::{Limits, OnError, Policy};
@@ -188,7 +189,7 @@ pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> 
 pub async fn open_keeping(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Graph<HostStore>> {
     let files = HostFiles::new(OsFiles::new(cache).without_locks(options.no_lock));
     look_for_moved(&files, source, !options.read_only).await?;
-    let disk = open_with(&files, source, options).await?;
+    let disk = open_unless_dirty(&files, source, options).await?;
     let layers = disk.layers();
     if let (Locator::Path(_), false) = (source, options.read_only || options.write_parent) {
         family::refuse_parent(&layers).await?;
@@ -202,6 +203,20 @@ pub async fn open_keeping(cache: CacheMode, source: &Locator, options: &OpenOpti
         tracing::warn!("{}: what the child shows may be wrong", doubt.message);
     }
     Ok(disk)
+}
+
+/// As [`open_with`]. A qcow2 image that is to get new refcounts, as its last writer was killed, must be no image's parent: what is refused is not
+/// changed. Without locks nobody can tell whether that writer lives, so such an image is refused then.
+async fn open_unless_dirty(files: &HostFiles, source: &Locator, options: &OpenOptions) -> Result<Graph<HostStore>> {
+    match open_with(files, source, &OpenOptions { keeps_dirty: true, ..options.clone() }).await {
+        Err(error) if is_dirty(&error) && !options.no_lock => {}
+        opened => return opened,
+    }
+    if let (Locator::Path(_), false) = (source, options.write_parent) {
+        let read = open_with(files, source, &OpenOptions { read_only: true, ..options.clone() }).await?;
+        family::refuse_parent(&read.layers()).await?;
+    }
+    open_with(files, source, options).await
 }
 
 /// Looks for a disk that is not at its path: it may have been moved, and a hand-over that was broken off is taken back.

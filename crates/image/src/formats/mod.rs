@@ -96,6 +96,8 @@ pub struct OpenLayer {
     pub lazy: bool,
     /// Memory for pieces of the map that can be read again, in bytes.
     pub cache_bytes: usize,
+    /// Refuse to write to an image whose refcounts may be wrong, instead of making them anew.
+    pub keeps_dirty: bool,
 }
 
 /// The names and abilities of a format.

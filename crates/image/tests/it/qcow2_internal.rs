@@ -421,10 +421,23 @@ fn case_47_entries_without_a_disk_size_are_of_the_disk_of_now_and_say_so_when_th
 
 #[test]
 fn case_47_a_size_that_the_image_cannot_have_is_refused() {
-    let world = with_snapshot(|snapshot, _| snapshot.extra[8..].copy_from_slice(&(1u64 << 60).to_be_bytes()));
-    leaves(&world, ErrorKind::Corrupt, |world| apply(world, "a"));
-    delete(&world, "a").unwrap();
+    for size_bytes in [1u64 << 60, 0, 1000] {
+        let world = with_snapshot(|snapshot, _| snapshot.extra[8..].copy_from_slice(&size_bytes.to_be_bytes()));
+        leaves(&world, ErrorKind::Corrupt, |world| apply(world, "a"));
+        delete(&world, "a").unwrap();
+        is_sound(&world);
+    }
+}
+
+/// Nobody can tell whether such space is counted: a count would be too high or too low afterwards.
+#[test]
+fn case_19_compressed_clusters_that_claim_space_past_the_end_are_refused() {
+    let mut image = Image::usual();
+    let at = image.compressed(1, &[6; CLUSTER as usize], 100);
+    image.set_l2(1, image.compressed_entry(at, 100 << 10));
+    let world = installed(image);
     is_sound(&world);
+    leaves(&world, ErrorKind::Corrupt, |world| make(world, "a"));
 }
 
 #[test]

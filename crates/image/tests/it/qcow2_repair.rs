@@ -326,6 +326,26 @@ fn case_16_the_repair_alone_clears_the_mark_and_nothing_sets_it_again() {
 }
 
 #[test]
+fn a_dirty_image_that_is_to_keep_its_refcounts_is_refused() {
+    let bytes = image(make_dirty);
+    let world = world_of(FILE, &bytes, 9 * CLUSTER);
+    let options = OpenOptions { keeps_dirty: true, ..OpenOptions::default() };
+    let error = world.refused_with(PATH, &options, ErrorKind::Unsupported, "is marked dirty");
+    assert!(spile_image::formats::qcow2::is_dirty(&error) && error.hint_text().unwrap().contains("--repair"), "{error}");
+    assert!(world.files.file(PATH).bytes(0, bytes.len()) == bytes);
+}
+
+/// A block of refcounts that are all zero is a hole.
+#[test]
+fn new_refcounts_of_a_long_file_with_little_in_it_take_little_space() {
+    let bytes = image(make_dirty);
+    let world = world_of(FILE, &bytes, 1 << 40);
+    drop(world.open(PATH));
+    assert!(world.files.file(PATH).allocated_bytes() < 4 << 20, "{}", world.files.file(PATH).allocated_bytes());
+    assert!(checked(&world).findings.is_empty());
+}
+
+#[test]
 fn a_dirty_image_that_is_only_read_is_not_changed_by_a_byte() {
     let bytes = image(make_dirty);
     let world = world_of(FILE, &bytes, 9 * CLUSTER);

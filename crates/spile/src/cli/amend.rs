@@ -121,9 +121,10 @@ async fn amend(at: &Locator, options: &OpenOptions, asked: &Amendment) -> Result
     let checkpoints = Checkpoints::none(Access { no_lock: options.no_lock, ..Access::default() });
     checkpoints.open(&graph).await?;
     let amended = leaf.image().amend(asked).await;
-    graph.close().await?;
+    let closed = graph.close().await;
     checkpoints.close(&graph).await;
-    Ok((leaf.path().to_owned(), amended?))
+    let amended = amended.and_then(|amended| closed.map(|()| amended))?;
+    Ok((leaf.path().to_owned(), amended))
 }
 
 impl AmendArgs {

@@ -50,6 +50,25 @@ fn an_image_in_use_or_below_another_one_is_not_amended() {
     assert!(fails(dir, 1, &["amend", "b.vhd", "--compat", "1.1"]).contains("only a qcow2 image"));
 }
 
+fn make_dirty(dir: &Path, name: &str) {
+    let file = fs::File::options().write(true).open(dir.join(name)).unwrap();
+    file.write_all_at(&[1], 79).unwrap();
+}
+
+#[test]
+fn a_dirty_parent_is_refused_and_not_repaired() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    image(dir, "a.qcow2");
+    ok(dir, &["create", "child.qcow2", "--parent", "a.qcow2"]);
+    make_dirty(dir, "a.qcow2");
+    let before = fs::read(dir.join("a.qcow2")).unwrap();
+    assert!(fails(dir, 1, &["resize", "a.qcow2", "20M"]).contains("child.qcow2"));
+    assert!(fails(dir, 1, &["resize", "a.qcow2", "20M", "--write-parent", "--no-lock"]).contains("is marked dirty"));
+    assert!(fs::read(dir.join("a.qcow2")).unwrap() == before);
+    ok(dir, &["resize", "a.qcow2", "20M", "--write-parent"]);
+}
+
 #[test]
 fn commands_repair_what_they_open_for_writing_and_say_so() {
     let dir = tempfile::tempdir().unwrap();
@@ -65,9 +84,7 @@ fn commands_repair_what_they_open_for_writing_and_say_so() {
     ] {
         let _ = fs::remove_file(dir.join("a.qcow2"));
         image(dir, "a.qcow2");
-        let file = fs::File::options().write(true).open(dir.join("a.qcow2")).unwrap();
-        file.write_all_at(&[1], 79).unwrap();
-        drop(file);
+        make_dirty(dir, "a.qcow2");
         let before = fs::read(dir.join("a.qcow2")).unwrap();
         let output = run(dir, command);
         let said = String::from_utf8_lossy(&output.stderr);

@@ -165,13 +165,15 @@ fn cannot_be(version: u32, hindrances: &[String]) -> Error {
     let error = Error::new(ErrorKind::Unsupported, what);
     match version {
         2 => error.hint("spile convert --compat 0.10 copies the disk into an image of version 2"),
-        _ => error.hint("delete the snapshots first: qemu-img snapshot -d; or copy the disk: spile convert"),
+        _ => {
+            error.hint("delete the snapshots first: spile internal-snapshot --delete; or copy the disk: spile convert")
+        }
     }
 }
 
 fn no_room(version: u32) -> Error {
     let what = format!(
-        "the image cannot get version {version}: its header and all that follows it do not fit into its first sector"
+        "the image cannot get version {version}: its header and all that follows it do not fit into its first cluster, or not in one step"
     );
     Error::new(ErrorKind::Unsupported, what)
         .hint("spile convert --compat copies the disk into an image of that version")

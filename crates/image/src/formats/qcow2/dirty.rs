@@ -21,13 +21,26 @@ use crate::check::Finding;
 
 const HINT: &str = "open it for reading only; `spile check` lists what is wrong, and `spile convert` copies what can be read into a new image";
 
-/// The head of the image in `store`, which may be written now: where `head` says that the image is dirty, its refcounts are made anew.
+/// What an image is refused with that keeps its refcounts.
+const KEPT: &str = "the image is marked dirty, as its last writer was killed: its refcounts may be wrong";
+
+/// True for the error of an image whose refcounts may be wrong, and which was to keep them ([`keeps_dirty`](crate::OpenOptions::keeps_dirty)).
+pub fn is_dirty(error: &Error) -> bool {
+    error.kind() == ErrorKind::Unsupported && error.message() == KEPT
+}
+
+/// The head of the image in `store`, which may be written now: where `head` says that the image is dirty, its refcounts are made anew, unless it
+/// `keeps_dirty` ones.
 ///
 /// # Errors
-/// `Corrupt` when the image contradicts itself, so that nobody can tell what is in use; as [`repair`]. The image is as dirty as it was.
-pub(super) async fn mended<S: Store>(store: &S, head: Head) -> Result<Head> {
+/// `Unsupported` for an image that keeps them ([`is_dirty`]); `Corrupt` when the image contradicts itself, so that nobody can tell what is in use; as [`repair`]. The image is as dirty as it was.
+pub(super) async fn mended<S: Store>(store: &S, head: Head, keeps_dirty: bool) -> Result<Head> {
     if !head.header.has(feature::DIRTY) {
         return Ok(head);
+    }
+    if keeps_dirty {
+        let error = Error::new(ErrorKind::Unsupported, KEPT).at_path(store.path());
+        return Err(error.hint("spile check --repair makes them anew, while no other program has the image open"));
     }
     let path = store.path().display();
     tracing::warn!("{path}: the image is dirty, as its last writer was killed: its refcounts are made anew");

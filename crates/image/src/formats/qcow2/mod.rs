@@ -44,6 +44,8 @@ use std::sync::Arc;
 
 use spile_core::{Env, Error, ErrorKind, Extent, Result, Segments, Store, Timer, Via};
 
+pub use self::dirty::is_dirty;
+
 use self::clusters::Clusters;
 use self::codec::table::Rules;
 use self::lists::Lists;

@@ -43,7 +43,7 @@ pub(super) async fn open<S: Store>(store: S, how: OpenLayer) -> Result<Qcow2<S>>
     refuse_encryption(&head.header)?;
     if !how.read_only {
         writing::refuse(&head)?;
-        head = dirty::mended(&store, head).await?;
+        head = dirty::mended(&store, head, how.keeps_dirty).await?;
     }
     let rules = rules(&head.header);
     let needed = head.header.needed_l1_entries();

@@ -422,7 +422,11 @@ impl<S: Store> Walk<'_, S> {
                 // Counts are of whole sectors, as an entry says them.
                 let start = found.offset & !511;
                 pass.count_guest_cluster(findings);
-                return self.refer_to_data(entry, start, found.offset + found.len_bytes - start, place, pass, findings);
+                let end = found.offset + found.len_bytes;
+                if self.is_inside(start) && end > self.store.len_bytes().next_multiple_of(self.cluster_bytes()) {
+                    findings.report.claims_past_end.get_or_insert(place);
+                }
+                return self.refer_to_data(entry, start, end - start, place, pass, findings);
             }
             Cluster::Zero(None) | Cluster::Mixed { host: None, .. } => return,
             Cluster::Data(host) | Cluster::Zero(Some(host)) | Cluster::Mixed { host: Some(host), .. } => host,

@@ -56,6 +56,8 @@ use super::writing::Writing;
 use crate::check::Severity;
 use crate::inner::{InnerChange, InnerSnapshot, Which};
 
+/// All sizes of disks are multiples of it.
+const SECTOR_BYTES: u64 = 512;
 /// Where the header has the number of snapshots and the place of their table.
 const SNAPSHOTS_AT: u64 = 60;
 
@@ -82,7 +84,7 @@ impl<S: Store> Qcow2<S> {
             InnerChange::Delete(which) => self.delete_inner(&all, which).await,
         };
         let snapshot = changed.at_path(self.store.path())?;
-        self.seal_writing(self.writing().await?).await?;
+        self.seal_writing(self.writing().await?).await.map_err(done_but)?;
         Ok(list::told(&snapshot))
     }
 
@@ -129,7 +131,7 @@ impl<S: Store> Qcow2<S> {
         write(&self.store, new.l1_offset, &encode(&l1)).await?;
         self.store.sync().await?;
         self.name_durably(writing, SIZE_AT, &fields(&new)).await?;
-        self.give_up_tree(writing, old.l1_offset, old.l1_entries).await?;
+        self.give_up_tree(writing, old.l1_offset, old.l1_entries).await.map_err(done_but)?;
         Ok(snapshot.clone())
     }
 
@@ -137,9 +139,9 @@ impl<S: Store> Qcow2<S> {
     fn applied(&self, old: &Header, snapshot: &Snapshot) -> Result<Header> {
         let size_bytes = snapshot.disk_bytes().unwrap_or(old.size_bytes);
         let most = max_size_bytes(old);
-        if size_bytes > most {
+        if size_bytes == 0 || size_bytes > most || !size_bytes.is_multiple_of(SECTOR_BYTES) {
             let what = format!(
-                "the snapshot says that its disk has {size_bytes} bytes, and the image can have no more than {most}"
+                "the snapshot says that its disk has {size_bytes} bytes, and the image can have whole sectors, and no more than {most} bytes"
             );
             return Err(
                 Error::new(ErrorKind::Corrupt, what).hint("the disk of now can be read and copied: spile convert")
@@ -158,15 +160,23 @@ impl<S: Store> Qcow2<S> {
         new.remove(number);
         let room = self.take_room(writing, self.clusters_for(list::to_bytes(&new)?.len() as u64)).await?;
         self.name_table(writing, old, &new, room.start).await?;
-        self.give_up_tree(writing, gone.l1_offset, gone.l1_entries).await?;
-        self.store.sync().await?;
-        self.set_copied(writing, &head.header).await?;
+        let given_up = async {
+            self.give_up_tree(writing, gone.l1_offset, gone.l1_entries).await?;
+            self.store.sync().await?;
+            self.set_copied(writing, &head.header).await
+        };
+        given_up.await.map_err(done_but)?;
         Ok(gone.clone())
     }
 
     /// Refuses an image that contradicts itself.
     async fn refuse_contradictions(&self) -> Result<()> {
         let report = check(&self.store).await?;
+        if let Some(place) = report.claims_past_end {
+            let what = "a compressed cluster claims space past the end of the file, and nobody can tell whether it is counted: nothing was changed";
+            let error = Error::new(ErrorKind::Corrupt, what).at_offset(place);
+            return Err(error.hint("spile convert copies the disk into a new image"));
+        }
         let Some(wrong) = report.findings.iter().find(|finding| finding.severity == Severity::Corruption) else {
             return Ok(());
         };
@@ -214,7 +224,7 @@ impl<S: Store> Qcow2<S> {
         let place = [&(new.len() as u32).to_be_bytes()[..], &offset.to_be_bytes()].concat();
         self.name_durably(writing, SNAPSHOTS_AT, &place).await?;
         let old_bytes: u64 = old.iter().map(|snapshot| snapshot.to_bytes().len() as u64).sum();
-        self.free(writing, self.head.header.snapshots_offset, old_bytes).await
+        self.free(writing, self.head.header.snapshots_offset, old_bytes).await.map_err(done_but)
     }
 
     /// Writes fields of the header that say which tables count, durably.
@@ -224,7 +234,10 @@ impl<S: Store> Qcow2<S> {
             self.store.sync().await
         };
         // When this fails, nobody knows which tables count.
-        named.await.inspect_err(|_| writing.refuse_writes())
+        named.await.map_err(|error| {
+            writing.refuse_writes();
+            error.hint("it may be done, or not: spile internal-snapshot --list tells")
+        })
     }
 
     /// Gives up the L1 table at `offset`, which nothing names any more, durably, with all its references.
@@ -241,6 +254,13 @@ impl<S: Store> Qcow2<S> {
         let mut counts = writing.counts.lock().await;
         self.release(&mut counts, first..first + self.clusters_for(len_bytes)).await
     }
+}
+
+/// The error of what comes after the change itself.
+fn done_but(error: Error) -> Error {
+    error.hint(
+        "the change itself is done; space that is not needed any more may be lost: spile check --repair reclaims it",
+    )
 }
 
 /// The entries for a new table: each tells the size of its disk, which is that of now where the old entry does not say it.
