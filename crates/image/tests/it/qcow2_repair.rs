@@ -331,7 +331,10 @@ fn a_dirty_image_that_is_to_keep_its_refcounts_is_refused() {
     let world = world_of(FILE, &bytes, 9 * CLUSTER);
     let options = OpenOptions { keeps_dirty: true, ..OpenOptions::default() };
     let error = world.refused_with(PATH, &options, ErrorKind::Unsupported, "is marked dirty");
-    assert!(spile_image::formats::qcow2::is_dirty(&error) && error.hint_text().unwrap().contains("--repair"), "{error}");
+    assert!(
+        spile_image::formats::qcow2::is_dirty(&error) && error.hint_text().unwrap().contains("--repair"),
+        "{error}"
+    );
     assert!(world.files.file(PATH).bytes(0, bytes.len()) == bytes);
 }
 

@@ -173,7 +173,7 @@ fn cannot_be(version: u32, hindrances: &[String]) -> Error {
 
 fn no_room(version: u32) -> Error {
     let what = format!(
-        "the image cannot get version {version}: its header and all that follows it do not fit into its first cluster, or not in one step"
+        "the image cannot get version {version}: its header and all that follows it do not fit into its first sector, or its parent's name finds no place behind them"
     );
     Error::new(ErrorKind::Unsupported, what)
         .hint("spile convert --compat copies the disk into an image of that version")
