@@ -29,13 +29,15 @@ const DEVICE_BYTES: u64 = 2 << 20;
 /// Lives that are cut short, for each seed.
 const TURNS: u64 = 4;
 
+/// Snapshots by their names, with what each holds, oldest first.
+type Held = Vec<(String, Vec<u8>)>;
+
 /// A host with one image, and what that holds.
 struct Host {
     world: World,
     form: Form,
     disk: Vec<u8>,
-    /// Names and contents, oldest first.
-    snapshots: Vec<(String, Vec<u8>)>,
+    snapshots: Held,
     made: u64,
 }
 
@@ -108,7 +110,7 @@ impl Host {
     }
 
     /// Draws a change, and what the disk and its snapshots are after it.
-    fn draw(&mut self, rng: &mut Rng) -> (InnerChange, Vec<u8>, Vec<(String, Vec<u8>)>) {
+    fn draw(&mut self, rng: &mut Rng) -> (InnerChange, Vec<u8>, Held) {
         let (disk, mut snapshots) = (self.disk.clone(), self.snapshots.clone());
         let (what, at) = (rng.below(4), rng.index(snapshots.len().max(1)));
         if what < 2 || snapshots.is_empty() {
@@ -127,7 +129,8 @@ impl Host {
         }
     }
 
-    /// One life of at most `limit` steps in which the snapshots change. Returns whether the change was told, and whether it was refused; `None` when the life ended before.
+    /// One life of at most `limit` steps in which the snapshots change. True when the change was told, false when it was refused; `None` when the
+    /// life ended before.
     fn live(&self, order: InnerChange, limit: u64, seed: u64) -> Option<bool> {
         let mut executor = Executor::new(self.world.clone(), Rng::new(seed));
         let (told, world) = (Rc::new(RefCell::new(None)), self.world.clone());
@@ -151,7 +154,7 @@ impl Host {
         }
     }
 
-    /// A drawn change in a life that is cut short; then the image is one of the two. True when the change was told.
+    /// A drawn change in a life that is cut short; then the image is as before or as after. Returns what [`Host::live`] does.
     fn turn(&mut self, rng: &mut Rng, limit: u64, sabotage: Sabotage) -> Option<bool> {
         let (order, disk, snapshots) = self.draw(rng);
         self.world.set_sabotage(sabotage);
