@@ -8,6 +8,7 @@ use spile_image::{Format, Graph};
 
 use crate::gc::{Family, Tools, described};
 use crate::gone::Gone;
+use crate::motion::forget_parent;
 use crate::names;
 use crate::snapshot::{refuse_job, remove_if_there};
 
@@ -54,6 +55,8 @@ pub async fn mark<F: Files>(
         return refuse(format!("it is longer than its child {child}, which hides what lies behind its end"));
     }
     let _alone = Gone::lock(tools.files, image).await?;
+    // First of all: no move finds a parent in it that is about to change.
+    forget_parent(tools.files, image).await?;
     match Gone::read(tools.asking, image).await?.filter(|there| there.identity == identity) {
         Some(there) if there.child == child_identity => return Ok(()),
         Some(there) if there.is_merged => return Err(is_half_merged(image)),
@@ -184,6 +187,7 @@ async fn remove_file<F: Files>(tools: &Tools<'_, F>, path: &Path, store: &F::Sto
     }
     files.remove(path).await?;
     remove_if_there(files, &names::set(path)).await?;
+    forget_parent(files, path).await?;
     Gone::remove(files, path).await?;
     Ok(path.to_owned())
 }
