@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use spile_core::{Disk, Error, ErrorKind, Extent, ExtentKind, Files, Locator, Result, Store};
 use spile_image::layer::{Identity, Layer as _};
-use spile_image::{Format, Graph, OpenOptions};
+use spile_image::{Broken, Format, Graph, OpenOptions};
 use spile_node::Aligned;
 
 use super::copier::put;
@@ -67,6 +67,8 @@ pub(super) struct Sending<'a, 'w, F: Files> {
     /// This attempt of the move.
     pub id: Identity,
     pub status: &'a Status,
+    /// Which of the images it is at.
+    at: Cell<usize>,
     /// What has failed was the other host's affair.
     has_failed_there: Cell<bool>,
 }
@@ -118,12 +120,15 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
         (to, id): (&'a Locator, Identity),
         status: &'a Status,
     ) -> Self {
-        Self { work, parents, source, to, id, status, has_failed_there: Cell::new(false) }
+        let (at, has_failed_there) = Default::default();
+        Self { work, parents, source, to, id, status, at, has_failed_there }
     }
 
     /// True when `error` is one of the other host, or of the link, which may go by: it is worth another try.
     pub fn may_pass(&self, error: &Error) -> bool {
-        self.has_failed_there.get() && !order::is_refused_there(error)
+        // An order that was on its way for long may just have given a parent its name.
+        let is_just_whole = self.at.get() > 0 && error.to_string().contains(IS_WHOLE);
+        self.has_failed_there.get() && (is_just_whole || !order::is_refused_there(error))
     }
 
     /// Has all parents be there, whole, and the image of the disk begun over them. Again after a failure, it goes on where that was.
@@ -133,12 +138,14 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
     /// stores'. What is whole stays there.
     pub async fn have(&self) -> Result<()> {
         self.has_failed_there.set(false);
+        self.at.set(0);
         let there = self.first_there().await?;
         self.status.set_phase(Phase::Parents);
         self.work.job.set_total(total_bytes(self.source).await);
         let all = self.parents.names.len();
         for number in (0..there).rev() {
             self.work.job.go_on().await?;
+            self.at.set(number);
             self.status.set_parents(all - 1 - number, all - 1);
             self.begin(number).await?;
             if number + 1 == there && there < all && self.parents.sent.get() != Some(there) {
@@ -219,17 +226,9 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
         let below = name.map(|name| Below { name: name.clone(), by });
         let image = InChain { is_parent: number > 0, like: self.like(number), below };
         let order = Order::BeginInChain { id: self.id, size_bytes: self.size_bytes(number), image };
-        match self.give(number, order).await {
-            // An order that was on its way for long has given it its name just now.
-            Err(error) if number > 0 && error.to_string().contains(IS_WHOLE) => {
-                Err(Error::new(ErrorKind::Busy, "the parent has just got its name there").caused_by(error))
-            }
-            begun => {
-                begun?;
-                self.parents.begun.set(Some(Begun { number, until_bytes: 0, is_compared: false }));
-                Ok(())
-            }
-        }
+        self.give(number, order).await?;
+        self.parents.begun.set(Some(Begun { number, until_bytes: 0, is_compared: false }));
+        Ok(())
     }
 
     async fn give(&self, number: usize, order: Order) -> Result<()> {
@@ -288,12 +287,19 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
         while let Some(first) = self.runs(&parent, number, at..size_bytes, 1).await?.first() {
             let until = size_bytes.min(first.start() + self.work.sizes.noted_bytes.max(1));
             self.fill_part(&parent, number, &target, first.start()..until).await?;
-            self.of_there(target.inner().flush()).await?;
+            self.flush(&target).await?;
             at = until;
             self.parents.begun.set(Some(Begun { until_bytes: until, ..begun }));
         }
         // Also of an image that has nothing itself.
-        self.of_there(target.inner().flush()).await
+        self.flush(&target).await
+    }
+
+    async fn flush(&self, target: &Aligned<Arc<GraphOf<F>>>) -> Result<()> {
+        match self.work.broken {
+            Broken::ParentUnflushed => Ok(()),
+            _ => self.of_there(target.inner().flush()).await,
+        }
     }
 
     /// The image `number`, through a new link.

@@ -164,6 +164,8 @@ pub struct Place {
     pub format: Format,
     /// The disk's size.
     pub size_bytes: u64,
+    /// It is a parent of a disk that comes, or has come.
+    pub is_parent: bool,
     /// It is a parent that has its name: nobody writes to it any more.
     pub is_sealed: bool,
 }
@@ -398,7 +400,7 @@ impl<F: Files> Receiver<'_, F> {
             self.files.rename(&image, &half).await?;
         }
         drop(store);
-        Ok(Place { path: half, format: left.image.format, size_bytes, is_sealed: false })
+        Ok(Place { path: half, format: left.image.format, size_bytes, is_parent: false, is_sealed: false })
     }
 
     /// Refuses to go on with the copy of the move `id` when that is whole: it has its name, and whoever is here may use it. Whoever asks has the
@@ -485,6 +487,15 @@ impl<F: Files> Receiver<'_, F> {
         Ok((place, note.state))
     }
 
+    /// As [`Receiver::go_on`], for whoever writes to the image.
+    ///
+    /// # Errors
+    /// As [`Receiver::go_on`]; `Denied` for a parent that has its name.
+    pub async fn write_on(&self, name: &str, id: Identity) -> Result<(Place, ReceivedState)> {
+        let (place, state) = self.go_on(name, id).await?;
+        if place.is_sealed { Err(is_whole(&place.path)) } else { Ok((place, state)) }
+    }
+
     async fn make(&self, disk: &Path, image: &Begun<'_>) -> Result<Place> {
         let (half, &Begun { id, size_bytes, format, in_chain }) = (names::receiving(disk), image);
         refuse_taken(self.files, disk).await?;
@@ -510,7 +521,7 @@ impl<F: Files> Receiver<'_, F> {
         (note.state, note.file) = (ReceivedState::Half, (self.which)(&store));
         drop(store);
         note.write(self.files, disk).await?;
-        Ok(Place { path: half, format, size_bytes, is_sealed: false })
+        Ok(Place { path: half, format, size_bytes, is_parent, is_sealed: false })
     }
 
     /// The parent that the image of `disk` is to be made over.
@@ -538,9 +549,9 @@ impl<F: Files> Receiver<'_, F> {
                 if path == disk {
                     note.state = ReceivedState::Whole;
                 }
-                let is_sealed = note.is_parent && path == disk;
-                let place = Place { path: path.to_owned(), format: note.format, size_bytes: note.size_bytes, is_sealed };
-                return Ok(Some((note, place)));
+                let (path, is_sealed) = (path.to_owned(), note.is_parent && path == disk);
+                let Received { format, size_bytes, is_parent, .. } = note;
+                return Ok(Some((note, Place { path, format, size_bytes, is_parent, is_sealed })));
             }
         }
         Ok(None)
@@ -622,6 +633,9 @@ impl<F: Files> Receiver<'_, F> {
         match note.filter(is_meant) {
             None => Err(no_such_move(&disk)),
             Some(note) if note.state == ReceivedState::Whole || self.is_file(&disk, &note).await? => {
+                if note.is_parent {
+                    self.settle(&disk, &Received { state: ReceivedState::Whole, ..note }).await?;
+                }
                 Err(Error::new(ErrorKind::Denied, "the disk was handed over, and is whole").at_path(&disk))
             }
             Some(note) => {
@@ -657,7 +671,7 @@ impl<F: Files> Receiver<'_, F> {
         }
         remove_if_there(self.files, &path).await?;
         drop(self.files.create(&path, len_bytes).await?);
-        Ok(Place { path, format: Format::Raw, size_bytes: len_bytes, is_sealed: false })
+        Ok(Place { path, format: Format::Raw, size_bytes: len_bytes, is_parent: false, is_sealed: false })
     }
 
     /// The disk of this name that was handed over here.
@@ -680,7 +694,7 @@ impl<F: Files> Receiver<'_, F> {
         match self.is_file(&disk, &note).await? {
             true => {
                 let Received { format, size_bytes, is_parent, .. } = note;
-                Ok(Place { path: disk, format, size_bytes, is_sealed: is_parent })
+                Ok(Place { path: disk, format, size_bytes, is_parent, is_sealed: is_parent })
             }
             false => Err(no_such_disk(&disk)),
         }

@@ -155,6 +155,13 @@ impl Lease {
         self.writer.as_ref().map_or(&self.of.readers, |writer| &writer.server).clone()
     }
 
+    /// True when a link writes to the disk: nothing comes by it from now on but what was begun.
+    pub fn stop_writer(&self) -> bool {
+        let writer = relock(&self.of.writer);
+        writer.iter().for_each(|writer| writer.server.stop());
+        writer.is_some()
+    }
+
     /// Another connection of the same client would be another link.
     pub fn is_alone(&self) -> bool {
         self.writer.as_ref().is_some_and(|writer| writer.who == Who::Nameless)
@@ -293,6 +300,14 @@ impl House {
         }
     }
 
+    /// The last link of the half `name` does not come again.
+    pub fn end_link(&self, name: &str) {
+        let mut links = relock(&self.links);
+        if let Some(last) = links.last.remove(name) {
+            links.end(last);
+        }
+    }
+
     /// One more connection to the disk at `place`, which is opened if it is not open. The caller has the room for itself.
     ///
     /// # Errors
@@ -352,13 +367,18 @@ impl House {
     }
 
     async fn open_disk(&self, name: &str, place: &ReceivedPlace) -> Result<OpenDisk> {
-        let options = OpenOptions { format: Some(place.format), ..OpenOptions::default() };
+        let read_only = place.is_sealed;
+        let options = OpenOptions { format: Some(place.format), read_only, ..OpenOptions::default() };
         let graph = Box::pin(disks::open_keeping(self.access.cache, &Locator::from(&place.path), &options)).await?;
         let checkpoints = Checkpoints::none(self.access);
-        checkpoints.open(&graph).await?;
+        if !read_only {
+            checkpoints.open(&graph).await?;
+        }
         graph.begin();
         let disk = Arc::new(node(graph).with_troubles(trouble::of_disk(name.to_owned(), Policy::default())));
-        checkpoints.attach(&disk).await?;
+        if !read_only {
+            checkpoints.attach(&disk).await?;
+        }
         let readers = Arc::new(server(&self.engine, &self.nbd, name, &disk, true)?);
         Ok(OpenDisk { disk, checkpoints, users: AtomicUsize::new(0), readers, writer: Mutex::default() })
     }
