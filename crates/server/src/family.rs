@@ -42,7 +42,8 @@ pub async fn refuse_parent(layers: &[LayerInfo]) -> Result<()> {
     let notes = run_blocking(&image.path, move || neighbours(&path, MOST_NAMES, is_note)).await;
     refuse_merging(&asking, &image.path, &notes.images).await?;
     if is_parent(&asking, &image.path).await? {
-        let what = "it has come here as the parent of a disk that is moved: what is written here would change that disk";
+        let what =
+            "it has come here as the parent of a disk that is moved: what is written here would change that disk";
         return Err(Error::new(ErrorKind::Denied, what).at_path(&image.path).hint(
             "open that disk instead, or a new child of this one (spile create --parent); or read this disk only; \
              --write-parent if no disk needs it any more",

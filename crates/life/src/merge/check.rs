@@ -235,7 +235,8 @@ async fn check_mark<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, number: us
     }
     if is_parent(work.asking, parent.path()).await? {
         let what = "it has come here as a parent, and a disk that is moved here may need it as it is".to_owned();
-        let hint = "flatten the disk instead; or, when no move brings another child, `spile delete` it: then it may change";
+        let hint =
+            "flatten the disk instead; or, when no move brings another child, `spile delete` it: then it may change";
         return Err(refuse(ErrorKind::Denied, what, parent.path(), hint));
     }
     let gone = Gone::of(work.asking, parent).await?.filter(|gone| gone.is_merged);

@@ -385,10 +385,11 @@ mod tests {
         let plain =
             [Order::Ask { id: ID }, Order::HandOver { id: ID }, Order::Finish { id: ID }, Order::Drop { id: ID }];
         let like = |format, uuid| Like { format, uuid };
-        let chained = [(None, true), (Some(Below { name: "b.vhd".to_owned(), by: None }), true)].map(|(below, is_parent)| {
-            let image = InChain { is_parent, like: like(Format::Vhd, Some(ID)), below };
-            Order::BeginInChain { id: ID, size_bytes: 9, image }
-        });
+        let chained =
+            [(None, true), (Some(Below { name: "b.vhd".to_owned(), by: None }), true)].map(|(below, is_parent)| {
+                let image = InChain { is_parent, like: like(Format::Vhd, Some(ID)), below };
+                Order::BeginInChain { id: ID, size_bytes: 9, image }
+            });
         let below = Some(Below { name: "c d.raw".to_owned(), by: Some(ID) });
         let leaf = InChain { is_parent: false, like: like(Format::Qcow2, None), below };
         let leaf = Order::BeginInChain { id: ID, size_bytes: 9, image: leaf };
@@ -397,7 +398,9 @@ mod tests {
             assert_eq!(Order::of_export(&order.export("a b.vhd")), Some((order, "a b.vhd")));
         }
         let hex = "a7".repeat(16);
-        for bad in ["5/vhd/-", "x/vhd/-/a", "5/vdi/-/a", "5/vhd/a7/a", "5/vhd/-/a/b", &format!("5/vhd/{}/a", "0".repeat(32))] {
+        for bad in
+            ["5/vhd/-", "x/vhd/-/a", "5/vdi/-/a", "5/vhd/a7/a", "5/vhd/-/a/b", &format!("5/vhd/{}/a", "0".repeat(32))]
+        {
             assert_eq!(Order::of_export(&format!("{PREFIX}find/{hex}/{bad}")), None, "{bad}");
         }
         for bad in ["5/x/vhd/-/-/-/a", "5/disk/vhd/-/-/a", "5/disk/vhd/-/b/-/a/c"] {

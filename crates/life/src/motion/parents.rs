@@ -70,7 +70,8 @@ pub(super) fn names_of_parents<S: Store>(source: &Graph<S>, to: &Path, format: F
             return Err(Error::new(ErrorKind::Unsupported, what).at_path(path).hint("flatten it: --chain flatten"));
         };
         if names.iter().any(|other| other == name) || to.file_name().is_some_and(|disk| disk == name) {
-            let what = format!("the chain cannot be kept: two of its images would be {}", to.with_file_name(name).display());
+            let what =
+                format!("the chain cannot be kept: two of its images would be {}", to.with_file_name(name).display());
             let error = Error::new(ErrorKind::Exists, what).at_path(path);
             return Err(error.hint("give the disk another name there, or flatten it: --chain flatten"));
         }
@@ -349,11 +350,14 @@ pub(super) async fn compare<F: Files>(
         let most_bytes = (lane.piece_bytes() / 2).max(512);
         let next = {
             let mut at = cursor.lock().await;
-            let starts = [next_data(ends[0].inner(), *at).await?, next_data(ends[1].inner(), *at).await.map_err(failed)?];
+            let starts =
+                [next_data(ends[0].inner(), *at).await?, next_data(ends[1].inner(), *at).await.map_err(failed)?];
             let size_bytes = ends[0].inner().size_bytes();
-            let next = starts.into_iter().flatten().min().map(|start| {
-                Extent::from_range(start..size_bytes.min((start / most_bytes + 1) * most_bytes))
-            });
+            let next = starts
+                .into_iter()
+                .flatten()
+                .min()
+                .map(|start| Extent::from_range(start..size_bytes.min((start / most_bytes + 1) * most_bytes)));
             *at = next.map_or(*at, |piece| piece.end());
             next
         };

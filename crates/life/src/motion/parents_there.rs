@@ -23,7 +23,7 @@ use spile_image::{Broken, Format, Graph, OpenOptions};
 use spile_node::Aligned;
 
 use super::copier::put;
-use super::order::{self, IS_FREE, InChain, Like, NEEDS_NAME, Order, Below};
+use super::order::{self, Below, IS_FREE, InChain, Like, NEEDS_NAME, Order};
 use super::parents::{JOINT, RUNS_AT_ONCE, compare, names_of_parents, sources_of, total_bytes};
 use super::place::check_size;
 use super::received::IS_WHOLE;
@@ -131,15 +131,12 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
         self.has_failed_there.get() && (is_just_whole || !order::is_refused_there(error))
     }
 
-    /// Has all parents be there, whole, and the image of the disk begun over them. Again after a failure, it goes on where that was.
+    /// Has all parents be there, whole, and the image of the disk begun over them. `there` is what [`Sending::first_there`] has said. Again after a failure, it goes on where that
+    /// was.
     ///
     /// # Errors
-    /// `Exists` for a name that another image has there; `Unsupported` where there is no `spile receive` of this version; `Shutdown` when the job is to end; the
-    /// stores'. What is whole stays there.
-    pub async fn have(&self) -> Result<()> {
-        self.has_failed_there.set(false);
-        self.at.set(0);
-        let there = self.first_there().await?;
+    /// `Exists` for a name that another image has there; `Shutdown` when the job is to end; the stores'. What is whole stays there.
+    pub async fn have(&self, there: usize) -> Result<()> {
         self.status.set_phase(Phase::Parents);
         self.work.job.set_total(total_bytes(self.source).await);
         let all = self.parents.names.len();
@@ -162,7 +159,12 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
     }
 
     /// The topmost parent that is there already; the number of all images when there is none.
-    async fn first_there(&self) -> Result<usize> {
+    ///
+    /// # Errors
+    /// `Exists` for a name that another image has there; `Unsupported` where there is no `spile receive` of this version; the link's.
+    pub async fn first_there(&self) -> Result<usize> {
+        self.has_failed_there.set(false);
+        self.at.set(0);
         match self.find(0).await {
             Ok(false) => {}
             Ok(true) => {
@@ -284,8 +286,10 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
         let Some(begun) = self.parents.begun.get() else { return Ok(()) };
         let (target, parent) = (self.open(number).await?, self.shown(number)?);
         let (mut at, size_bytes) = (begun.until_bytes, parent.size_bytes());
+        let piece_bytes = self.work.sizes.piece_bytes;
+        let most_bytes = self.work.sizes.noted_bytes.max(piece_bytes);
         while let Some(first) = self.runs(&parent, number, at..size_bytes, 1).await?.first() {
-            let until = size_bytes.min(first.start() + self.work.sizes.noted_bytes.max(1));
+            let until = size_bytes.min((first.start() + most_bytes).next_multiple_of(piece_bytes));
             self.fill_part(&parent, number, &target, first.start()..until).await?;
             self.flush(&target).await?;
             at = until;

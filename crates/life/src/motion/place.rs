@@ -323,29 +323,46 @@ impl Place {
         self.be_taken_in(id);
         self.is_over_parents.set(true);
         let Some(parents) = &self.parents_there else { return self.open(work, source).await };
-        work.job.set_status(status.clone());
         let sending = Sending::new((work, source), parents, (&plan.to, id), status);
         let pauses = Pauses::new();
         loop {
+            let tried = async {
+                let there = sending.first_there().await?;
+                self.be_begun(work, plan, status).await?;
+                sending.have(there).await?;
+                sending.of_there(self.open(work, source)).await
+            };
             // It ends by itself when the job is told to end, unless the other host hangs: an order that is on its way is not left behind.
             let late = async {
                 work.job.told_to_end().await;
                 work.timer.sleep(DROP_PATIENCE).await;
             };
-            let had = match select(pin!(sending.have()), pin!(late)).await {
-                Either::Left((had, _)) => had,
+            let tried = match select(pin!(tried), pin!(late)).await {
+                Either::Left((tried, _)) => tried,
                 Either::Right(_) => Err(Error::new(ErrorKind::Shutdown, "the job was told to end")),
             };
-            let opened = match had {
-                Ok(()) => sending.of_there(self.open(work, source)).await,
-                Err(error) => Err(error),
-            };
-            match opened {
-                Err(error) if sending.may_pass(&error) => status.note_failure(error.to_string()),
-                opened => return opened,
+            match tried {
+                // One that has not begun fails, as any move to a host that does not answer.
+                Err(error) if self.was_taken_in.get() && sending.may_pass(&error) => {
+                    work.job.set_status(status.clone());
+                    status.note_failure(error.to_string());
+                }
+                tried => return tried,
             }
             pauses.pass(work).await?;
         }
+    }
+
+    /// Nothing refuses the move any more: from now on it goes on through all trouble of the other host, also in the next process.
+    async fn be_begun<F: Files>(&self, work: &Work<'_, F>, plan: &Move, status: &Arc<Status>) -> Result<()> {
+        if !self.was_taken_in.replace(true)
+            && let Some(disk) = &self.disk
+        {
+            Note::say_there(work.files, disk, &Plan::Move(plan.clone()), There::TakenIn).await?;
+        }
+        work.job.set_status(status.clone());
+        work.job.accept();
+        Ok(())
     }
 
     /// Opens the export. A host that takes disks in makes the image; any other one has an export of this name already.

@@ -25,7 +25,7 @@ use spile_image::{Format, Graph, OpenOptions};
 use super::back::Left;
 use super::note::{is_free, refuse_taken};
 use super::old_image;
-use super::order::{IS_FREE, InChain, Like, NEEDS_NAME, Below, is_earlier_attempt, is_name};
+use super::order::{Below, IS_FREE, InChain, Like, NEEDS_NAME, is_earlier_attempt, is_name};
 use crate::changes::header::{MOST_FILE_BYTES, PAGE_BYTES};
 use crate::gone::Gone;
 use crate::jobs::note::{from_hex, read_text, to_hex, write_text};
@@ -362,9 +362,8 @@ impl<F: Files> Receiver<'_, F> {
             Some(note) => (self.is_file(&half, note).await?, note.id == id),
             None => (false, false),
         };
-        let other_move = || {
-            Error::new(ErrorKind::Exists, "a disk of this name is being moved here by another move").at_path(&disk)
-        };
+        let other_move =
+            || Error::new(ErrorKind::Exists, "a disk of this name is being moved here by another move").at_path(&disk);
         let other = before.as_ref().filter(|_| !is_own);
         if let Some(note) = other
             && (!is_taken || note.state != ReceivedState::Half)

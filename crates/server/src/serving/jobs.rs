@@ -629,7 +629,8 @@ fn plan_move(graph: &Graph<HostStore>, new: &NewJob) -> Result<Move> {
     let to = match to.parse()? {
         Locator::Path(to) => to,
         Locator::Nbd(_) if keeps_chain && given.is_some_and(|format| format != Format::Raw) => {
-            let what = "with --chain keep, `spile receive` makes the image in the format that the extension of its name says";
+            let what =
+                "with --chain keep, `spile receive` makes the image in the format that the extension of its name says";
             return Err(Error::new(ErrorKind::InvalidInput, what).hint("leave --to-format out, and name the disk so"));
         }
         Locator::Nbd(uri) => {

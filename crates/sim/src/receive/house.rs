@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use spile_core::{Disk, Env, Error, ErrorKind, Files, Locator, OpenMode, Result, Store};
+use spile_image::Broken as BrokenMove;
 use spile_image::layer::{Identity, Layer};
 use spile_image::{Graph, OpenOptions};
-use spile_image::Broken as BrokenMove;
 use spile_life::motion::{Order, Received, ReceivedPlace, ReceivedState, Receiver, is_free_here};
 use spile_life::names;
 use spile_node::Node;
@@ -287,7 +287,8 @@ impl House {
             spawn_in(THERE, Box::pin(late));
             return Ok(());
         }
-        let (place, state) = self.with_receiver(async |receiver| receiver.go_on(name, id).await).await.map_err(refused)?;
+        let (place, state) =
+            self.with_receiver(async |receiver| receiver.go_on(name, id).await).await.map_err(refused)?;
         if place.is_parent {
             return self.finish_parent(name, id).await;
         }

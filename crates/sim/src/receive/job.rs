@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
 use spile_core::{Disk as _, Env, ErrorKind, Extent, Locator, Segments};
-use spile_image::{Format, Graph, OpenOptions};
-use spile_node::Aligned;
 use spile_image::layer::Identity;
+use spile_image::{Format, Graph, OpenOptions};
 use spile_life::Work;
 use spile_life::jobs::{Job, Plan, State, Wishes};
 use spile_life::motion::{Move, Received, old_image};
 use spile_life::names;
+use spile_node::Aligned;
 
 use super::house::FOLDER;
 use super::link::export;
@@ -195,7 +195,8 @@ impl Host {
             let here = Graph::open(&self.here.files(), self.here.env(), one.as_path(), &options).await;
             let there = Graph::open(&self.there.world.files(), self.there.world.env(), other.as_path(), &options).await;
             let (here, there) = (Arc::new(here.expect("a parent opens")), there);
-            let there = Arc::new(there.unwrap_or_else(|error| panic!("the parent {name} does not open there: {error:?}")));
+            let there =
+                Arc::new(there.unwrap_or_else(|error| panic!("the parent {name} does not open there: {error:?}")));
             let bytes = [here, there].map(|graph| (Aligned::new(graph), Segments::zeroed(self.size_bytes as usize)));
             for (disk, into) in &bytes {
                 disk.read(Extent::from_range(0..self.size_bytes), into).await.expect("a parent reads");

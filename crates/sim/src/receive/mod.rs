@@ -25,8 +25,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
 use spile_core::{ErrorKind, Locator, Result};
-use spile_image::formats::vhd::{CreateParams, VhdParent};
 use spile_image::formats::vhd::codec::footer::DiskType;
+use spile_image::formats::vhd::{CreateParams, VhdParent};
 use spile_image::{Broken as BrokenMove, Format, Graph, OpenOptions};
 use spile_life::{Sizes, changes, motion, names, recover};
 use spile_node::Node;
@@ -311,7 +311,8 @@ impl Host {
 
     /// Makes the disk, durable, with something in it, over parents with something in them.
     fn fill(self: &Rc<Self>, rng: &mut Rng) {
-        let images: Vec<PathBuf> = self.parents.iter().map(|name| self.here_at(name)).chain([self.at.clone()]).collect();
+        let images: Vec<PathBuf> =
+            self.parents.iter().map(|name| self.here_at(name)).chain([self.at.clone()]).collect();
         for (number, path) in images.iter().cloned().enumerate() {
             let (host, word) = (self.clone(), rng.word());
             let parent = number.checked_sub(1).map(|below| images[below].clone());
