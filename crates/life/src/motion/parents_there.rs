@@ -79,6 +79,9 @@ impl ParentsThere {
     /// # Errors
     /// Why the chain cannot be kept.
     pub fn of<S: Store>(source: &Graph<S>, to: &Locator) -> Result<Option<Self>> {
+        if source.handles().len() == 1 {
+            return Ok(None);
+        }
         let Some(leaf) = order::name_at(to) else {
             let what = "the chain cannot be kept: the place there has no name";
             return Err(Error::new(ErrorKind::InvalidInput, what).hint("say nbds://HOST/NAME.vhd, or .qcow2"));
@@ -88,9 +91,6 @@ impl ParentsThere {
         if let Some(bad) = parents.iter().find(|name| !order::is_name(name)) {
             let what = format!("the chain cannot be kept: `spile receive` takes no file of the name {bad:?}");
             return Err(Error::new(ErrorKind::InvalidInput, what).hint("rename it; or flatten it: --chain flatten"));
-        }
-        if parents.is_empty() {
-            return Ok(None);
         }
         let names = [leaf.to_owned()].into_iter().chain(parents.iter().map(|name| order::to_uri(name))).collect();
         let (begun, sent, done_bytes) = Default::default();
@@ -209,9 +209,11 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
     /// What the image `number` there is to have from the one here.
     fn like(&self, number: usize) -> Like {
         let image = self.source.handles()[number].image();
+        // Some programs write a UUID of zeroes, which tells nothing.
+        let is_uuid = |identity: &Identity| Format::lasts(*identity) && identity.0 != [0; 16];
         match number {
             0 => Like { format: self.parents.format, uuid: None },
-            _ => Like { format: image.format(), uuid: image.identity().filter(|identity| Format::lasts(*identity)) },
+            _ => Like { format: image.format(), uuid: image.identity().filter(is_uuid) },
         }
     }
 

@@ -254,3 +254,53 @@ fn answer_as_older(mut client: UnixStream) -> std::io::Result<()> {
         client.write_all(words.as_bytes())?;
     }
 }
+
+/// What was on its way for long is carried out when another process of the old host, and so another attempt of the move, has begun.
+#[test]
+fn late_orders_of_an_earlier_attempt_change_nothing_of_a_later_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::create_dir(dir.join("there")).unwrap();
+    let there = receive(dir);
+    let connect = |order: String| Client::connect(&there.export(&format!(".spile-receive/{order}")));
+    let done = |order: String| connect(order).is_ok();
+    let id = |attempt: u32| format!("{}{attempt:08x}", "a7".repeat(12));
+    let parent = |attempt: u32| format!("begin-in-chain/{}/{}/parent/raw/-/-/-/base.raw", id(attempt), 4 * MIB);
+    let link = |attempt: u32, link: &str| connect(format!("go-on/{}/{}/base.raw", id(attempt), link.repeat(16)));
+    assert!(done(parent(7)));
+    link(7, "11").unwrap().write(0, &[1; 4096], true).unwrap();
+    // Given again it finds what it has begun.
+    assert!(done(parent(7)));
+    let mut read = [9; 4096];
+    link(7, "22").unwrap().read(0, &mut read).unwrap();
+    assert_eq!(read, [1; 4096]);
+    // The next process does not know what is there: it begins with an empty image.
+    assert!(done(parent(8)));
+    let filling = link(8, "33").unwrap();
+    filling.read(0, &mut read).unwrap();
+    assert_eq!(read, [0; 4096]);
+    filling.write(4096, &[2; 4096], true).unwrap();
+    for late in [parent(7), format!("drop/{}/base.raw", id(7)), format!("finish/{}/base.raw", id(7))] {
+        assert!(!done(late.clone()), "{late} was obeyed");
+    }
+    assert!(link(7, "44").is_err(), "an earlier attempt writes");
+    filling.read(4096, &mut read).unwrap();
+    assert_eq!(read, [2; 4096]);
+    assert_eq!(names(dir), [".base.raw.spile-received", ".base.raw.spile-receiving"]);
+    // Whole, it is written to by nobody: not by the link that has filled it, nor by a new one.
+    assert!(done(format!("finish/{}/base.raw", id(8))));
+    assert!(filling.write(0, &[3; 4096], true).is_err() && link(8, "55").is_err(), "a whole parent is written to");
+    for late in [parent(7), parent(8), parent(9), format!("drop/{}/base.raw", id(9))] {
+        assert!(!done(late.clone()), "{late} was obeyed");
+    }
+    let child = |by: u32| format!("begin-in-chain/{}/{}/disk/vhd/-/base.raw/{}/c.vhd", id(8), 4 * MIB, id(by));
+    assert!(!done(child(7)) && done(child(8)), "a child is made over a parent that came by another attempt");
+    let reader = Client::connect(&there.export("base.raw")).unwrap();
+    reader.read(4096, &mut read).unwrap();
+    assert!(read == [2; 4096] && reader.write(0, &[3; 4096], true).is_err());
+    drop(reader);
+    assert!(done(format!("drop/{}/c.vhd", id(9))) || names(dir) == [".base.raw.spile-received", "base.raw"]);
+    assert!(there.terminate().success());
+    let bytes = fs::read(dir.join("there/base.raw")).unwrap();
+    assert!(bytes[..4096] == [0; 4096] && bytes[4096..8192] == [2; 4096]);
+}
