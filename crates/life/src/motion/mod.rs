@@ -43,7 +43,7 @@ use spile_image::layer::{Identity, Layer};
 use spile_image::{Broken, Format, Graph};
 use spile_node::{OldEpoch, Stage};
 
-use crate::jobs::note::There;
+use crate::jobs::note::{Copied, There};
 use crate::jobs::{Note, Plan, State, which};
 use crate::names;
 use crate::snapshot::remove_if_there;
@@ -245,6 +245,9 @@ async fn open_place<F: Files>(
             }
         };
         if let Some(target) = taken {
+            let half = place.which::<F>(&target).unwrap_or_else(|| copied.half.clone());
+            let copied = Copied { half, ..copied };
+            progress.say(work, &copied).await?;
             progress.go_on(copied);
             return Ok(target);
         }

@@ -41,6 +41,14 @@ pub enum Order {
         /// What it is.
         like: Like,
     },
+    /// This attempt of a move goes on with the half that the attempt `of` has begun, and that is not whole: it is this one's from now on, and no order of the earlier one
+    /// is meant for it any more.
+    TakeOver {
+        /// The identity of the move, in this attempt.
+        id: Identity,
+        /// That of the attempt which has begun the half.
+        of: Identity,
+    },
     /// The image of this move, which is there, is written to through a new link. Nothing comes any more from those of before.
     GoOn {
         /// The identity of the move.
@@ -215,6 +223,7 @@ impl Order {
             Self::Find { id, size_bytes, like } => {
                 format!("{PREFIX}find/{}/{size_bytes}/{}/{name}", to_hex(*id), like.to_text())
             }
+            Self::TakeOver { id, of } => format!("{PREFIX}take-over/{}/{}/{name}", to_hex(*id), to_hex(*of)),
             Self::GoOn { id, link } => format!("{PREFIX}go-on/{}/{}/{name}", to_hex(*id), to_hex(*link)),
             Self::Ask { id } => format!("{PREFIX}ask/{}/{name}", to_hex(*id)),
             Self::Back { id, of, size_bytes } => {
@@ -249,6 +258,10 @@ impl Order {
                 let size_bytes = fields.next()?.parse().ok()?;
                 let (like, name) = (Like::of_fields(&mut fields)?, fields.next()?);
                 fields.next().is_none().then_some((Self::Find { id, size_bytes, like }, name))
+            }
+            "take-over" => {
+                let (of, name) = rest.split_once('/')?;
+                Some((Self::TakeOver { id, of: Identity(from_hex(of)?) }, name))
             }
             "go-on" => {
                 let (link, name) = rest.split_once('/')?;
@@ -394,7 +407,8 @@ mod tests {
         let leaf = InChain { is_parent: false, like: like(Format::Qcow2, None), below };
         let leaf = Order::BeginInChain { id: ID, size_bytes: 9, image: leaf };
         let find = Order::Find { id: ID, size_bytes: 1 << 20, like: like(Format::Raw, None) };
-        for order in plain.into_iter().chain([begin, go_on, marks, marked, back, leaf, find]).chain(chained) {
+        let over = Order::TakeOver { id: ID, of: Identity([0x5e; 16]) };
+        for order in plain.into_iter().chain([begin, go_on, marks, marked, back, leaf, find, over]).chain(chained) {
             assert_eq!(Order::of_export(&order.export("a b.vhd")), Some((order, "a b.vhd")));
         }
         let hex = "a7".repeat(16);

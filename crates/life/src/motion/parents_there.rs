@@ -26,7 +26,7 @@ use super::copier::put;
 use super::order::{self, Below, IS_FREE, InChain, Like, NEEDS_NAME, Order};
 use super::parents::{JOINT, RUNS_AT_ONCE, compare, names_of_parents, sources_of, total_bytes};
 use super::place::check_size;
-use super::received::IS_WHOLE;
+use super::received::{IS_WHOLE, NO_IMAGE};
 use super::status::{Phase, Status};
 use crate::lanes::{Lane, Lanes};
 use crate::work::{GraphOf, Work};
@@ -126,9 +126,10 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
 
     /// True when `error` is one of the other host, or of the link, which may go by: it is worth another try.
     pub fn may_pass(&self, error: &Error) -> bool {
-        // An order that was on its way for long may just have given a parent its name.
-        let is_just_whole = self.at.get() > 0 && error.to_string().contains(IS_WHOLE);
-        self.has_failed_there.get() && (is_just_whole || !order::is_refused_there(error))
+        // An order that was on its way for long may just have given a parent its name. And another move may send the same parent instead of this one, whose link was cut.
+        let is_other = |text: &str| text.contains(IS_WHOLE) || text.contains(NO_IMAGE);
+        let is_sent_otherwise = self.at.get() > 0 && is_other(&error.to_string());
+        self.has_failed_there.get() && (is_sent_otherwise || !order::is_refused_there(error))
     }
 
     /// Has all parents be there, whole, and the image of the disk begun over them. `there` is what [`Sending::first_there`] has said. Again after a failure, it goes on where that
@@ -144,13 +145,13 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
             self.work.job.go_on().await?;
             self.at.set(number);
             self.status.set_parents(all - 1 - number, all - 1);
-            self.begin(number).await?;
+            Box::pin(self.begin(number)).await?;
             if number + 1 == there && there < all && self.parents.sent.get() != Some(there) {
-                self.compare(number).await?;
+                Box::pin(self.compare(number)).await?;
             }
             if number > 0 {
-                self.fill(number).await?;
-                self.give(number, Order::Finish { id: self.id }).await?;
+                Box::pin(self.fill(number)).await?;
+                Box::pin(self.give(number, Order::Finish { id: self.id })).await?;
                 self.parents.sent.set(Some(number));
                 self.parents.begun.set(None);
             }
@@ -165,7 +166,7 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
     pub async fn first_there(&self) -> Result<usize> {
         self.has_failed_there.set(false);
         self.at.set(0);
-        match self.find(0).await {
+        match Box::pin(self.find(0)).await {
             Ok(false) => {}
             Ok(true) => {
                 let what = "a parent of another disk has this name there";
@@ -174,7 +175,7 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
             Err(error) => return Err(self.explain(error)),
         }
         for number in 1..self.parents.names.len() {
-            if self.find(number).await? {
+            if Box::pin(self.find(number)).await? {
                 return Ok(number);
             }
         }
@@ -238,7 +239,7 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
     async fn give(&self, number: usize, order: Order) -> Result<()> {
         let at = order::beside(self.to, &self.parents.names[number]).and_then(|at| order.locator(&at));
         let at = at.ok_or_else(|| Error::new(ErrorKind::InvalidInput, "the place there has no name"))?;
-        self.of_there(order::give(self.work.files, &at)).await
+        self.of_there(Box::pin(order::give(self.work.files, &at))).await
     }
 
     /// Does `work`, which is what the other host does. Its failure is not one of this host.
@@ -265,13 +266,13 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
         let at = order::beside(self.to, &self.parents.names[number]);
         let at = at.ok_or_else(|| Error::new(ErrorKind::InvalidInput, "the place there has no name"))?;
         let options = OpenOptions { format: Some(Format::Raw), read_only: true, ..OpenOptions::default() };
-        let opened = Graph::open(self.work.files, self.work.env.clone(), at.clone(), &options);
+        let opened = Box::pin(Graph::open(self.work.files, self.work.env.clone(), at.clone(), &options));
         let (there, here) = (Arc::new(self.of_there(opened).await?), self.shown(number)?);
         check_size(here.size_bytes(), &there)?;
         let ends = [Aligned::new(here), Aligned::new(there)];
         let lanes = Lanes::new(self.work);
-        let compared = compare(&lanes, &ends, &|bytes| self.count(bytes), &|| self.has_failed_there.set(true)).await?;
-        if let Some(at_bytes) = compared {
+        let failed = || self.has_failed_there.set(true);
+        if let Some(at_bytes) = Box::pin(compare(&lanes, &ends, &|bytes| self.count(bytes), &failed)).await? {
             let parent = self.source.handles()[number].path().display();
             let what = format!(
                 "the parent {parent} gets the name {at}, and another image has it: what it shows differs, first about byte {at_bytes}"
@@ -286,13 +287,13 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
     /// Sends what the image `number` has itself and the other host lacks, and has it flushed there.
     async fn fill(&self, number: usize) -> Result<()> {
         let Some(begun) = self.parents.begun.get() else { return Ok(()) };
-        let (target, parent) = (self.open(number).await?, self.shown(number)?);
+        let (target, parent) = (Box::pin(self.open(number)).await?, self.shown(number)?);
         let (mut at, size_bytes) = (begun.until_bytes, parent.size_bytes());
         let piece_bytes = self.work.sizes.piece_bytes;
         let most_bytes = self.work.sizes.noted_bytes.max(piece_bytes);
         while let Some(first) = self.runs(&parent, number, at..size_bytes, 1).await?.first() {
             let until = size_bytes.min((first.start() + most_bytes).next_multiple_of(piece_bytes));
-            self.fill_part(&parent, number, &target, first.start()..until).await?;
+            Box::pin(self.fill_part(&parent, number, &target, first.start()..until)).await?;
             self.flush(&target).await?;
             at = until;
             self.parents.begun.set(Some(Begun { until_bytes: until, ..begun }));
@@ -315,7 +316,7 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
         let at = at.and_then(|at| Order::GoOn { id: self.id, link }.locator(&at));
         let at = at.ok_or_else(|| Error::new(ErrorKind::InvalidInput, "the place there has no name"))?;
         let options = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
-        let target = self.of_there(Graph::open(self.work.files, self.work.env.clone(), at, &options)).await?;
+        let target = self.of_there(Box::pin(Graph::open(self.work.files, self.work.env.clone(), at, &options))).await?;
         check_size(self.size_bytes(number), &target)?;
         target.handles()[0].image().store().set_copy(true);
         target.begin();

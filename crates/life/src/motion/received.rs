@@ -247,9 +247,14 @@ impl<F: Files> Receiver<'_, F> {
                 return Err(Error::new(ErrorKind::Denied, "a later attempt of this move is under way").at_path(disk));
             }
             Some(note) if note.state.may_be_half() && !is_free(self.files, &half).await => {
-                let what = "a disk of this name is being moved here by another move";
-                let hint = "wait for it; or, when it is given up, `spile receive DIR --remove NAME`";
-                return Err(Error::new(ErrorKind::Busy, what).at_path(disk).hint(hint));
+                // A parent that nobody is connected to may be waited for in vain. When its move comes again, it finds this one.
+                let are_parents = note.is_parent && image.in_chain.is_some_and(|image| image.is_parent);
+                let is_left = are_parents && self.is_file(&half, &note).await?;
+                if !is_left || remove_half(self.files, &half).await.is_err() {
+                    let what = "a disk of this name is being moved here by another move";
+                    let hint = "wait for it; or, when it is given up, `spile receive DIR --remove NAME`";
+                    return Err(Error::new(ErrorKind::Busy, what).at_path(disk).hint(hint));
+                }
             }
             Some(note) if note.state == ReceivedState::Making => remove_if_there(self.files, &half).await?,
             _ => {}
@@ -333,7 +338,7 @@ impl<F: Files> Receiver<'_, F> {
     /// Opens a parent for reading: until it is dropped, nobody writes to it.
     async fn open_parent(&self, place: &Place) -> Result<GraphOf<F>> {
         let options = OpenOptions { format: Some(place.format), read_only: true, ..OpenOptions::default() };
-        Graph::open(self.files, self.env.clone(), place.path.as_path(), &options).await
+        Box::pin(Graph::open(self.files, self.env.clone(), place.path.as_path(), &options)).await
     }
 
     /// The old image that the disk has left here by the move `of`, as the half of the move `id`, by which it comes back. It may be the half of another move
@@ -410,6 +415,24 @@ impl<F: Files> Receiver<'_, F> {
     pub async fn check_half(&self, name: &str, id: Identity) -> Result<Place> {
         let disk = self.disk(name)?;
         let (note, place) = self.of_move(&disk, id).await?;
+        self.half_again(&disk, note, place).await
+    }
+
+    /// The half that the attempt `of` of a move has begun is that of the later attempt `id` from now on.
+    ///
+    /// # Errors
+    /// As [`Receiver::check_half`].
+    pub async fn take_over(&self, name: &str, id: Identity, of: Identity) -> Result<Place> {
+        let disk = self.disk(name)?;
+        let note = Received::read(self.files, &disk).await?;
+        let is_meant = |note: &Received| note.id == id || note.id == of && is_earlier_attempt(of, id);
+        let Some(note) = note.filter(is_meant) else { return Err(no_such_move(&disk)) };
+        let Some((mut note, place)) = self.find(&disk, note).await? else { return Err(no_such_move(&disk)) };
+        if note.state == ReceivedState::Whole {
+            return Err(is_whole(&disk));
+        }
+        note.id = id;
+        note.write(self.files, &disk).await?;
         self.half_again(&disk, note, place).await
     }
 
@@ -732,8 +755,11 @@ fn is_whole(disk: &Path) -> Error {
     Error::new(ErrorKind::Denied, IS_WHOLE).at_path(disk).hint("another copy needs another name")
 }
 
+/// What whoever gives an order about an image is told that is not there, or is another move's by now.
+pub(super) const NO_IMAGE: &str = "there is no image of this move here";
+
 fn no_such_move(disk: &Path) -> Error {
-    Error::new(ErrorKind::NotFound, "there is no image of this move here").at_path(disk)
+    Error::new(ErrorKind::NotFound, NO_IMAGE).at_path(disk)
 }
 
 fn no_old_image(disk: &Path) -> Error {

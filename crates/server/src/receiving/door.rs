@@ -84,14 +84,16 @@ impl Door {
             }
             Order::BeginInChain { id, size_bytes, image } => {
                 refuse_link(&receiver.disk(name)?)?;
-                let (_, is_new) = receiver.begin_in_chain(name, id, size_bytes, &image).await.map_err(refused)?;
+                let begun = Box::pin(receiver.begin_in_chain(name, id, size_bytes, &image));
+                let (_, is_new) = begun.await.map_err(refused)?;
                 if is_new {
                     // Whoever is connected to the half of an earlier attempt writes to a file without a name.
                     room.forget();
                 }
             }
+            Order::TakeOver { id, of } => drop(receiver.take_over(name, id, of).await?),
             Order::Find { id, size_bytes, like } => {
-                if !receiver.find_parent(name, id, size_bytes, &like).await.map_err(refused)? {
+                if !Box::pin(receiver.find_parent(name, id, size_bytes, &like)).await.map_err(refused)? {
                     return Err(is_free_here());
                 }
             }

@@ -228,6 +228,7 @@ impl House {
                 }
                 Ok(())
             }
+            Order::TakeOver { id, of } => receiver.take_over(name, id, of).await.map(drop),
             Order::Find { id, size_bytes, like } => {
                 match receiver.find_parent(name, id, size_bytes, &like).await.map_err(refused)? {
                     true => Ok(()),

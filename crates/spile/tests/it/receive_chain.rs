@@ -280,6 +280,9 @@ fn late_orders_of_an_earlier_attempt_change_nothing_of_a_later_one() {
     filling.read(0, &mut read).unwrap();
     assert_eq!(read, [0; 4096]);
     filling.write(4096, &[2; 4096], true).unwrap();
+    // Nor is it known to one that has noted another half; one that has noted this one goes on with it.
+    assert!(!done(format!("take-over/{}/{}/base.raw", id(10), id(7))));
+    assert!(done(format!("take-over/{}/{}/base.raw", id(8), id(7))));
     for late in [parent(7), format!("drop/{}/base.raw", id(7)), format!("finish/{}/base.raw", id(7))] {
         assert!(!done(late.clone()), "{late} was obeyed");
     }
