@@ -26,6 +26,7 @@ use super::back::Left;
 use super::note::{is_free, refuse_taken};
 use super::old_image;
 use super::order::{Below, IS_FREE, InChain, Like, NEEDS_NAME, is_earlier_attempt, is_name};
+use super::place::remove_half;
 use crate::changes::header::{MOST_FILE_BYTES, PAGE_BYTES};
 use crate::gone::Gone;
 use crate::jobs::note::{from_hex, read_text, to_hex, write_text};
