@@ -55,10 +55,8 @@ pub async fn mark<F: Files>(
         return refuse(format!("it is longer than its child {child}, which hides what lies behind its end"));
     }
     let _alone = Gone::lock(tools.files, image).await?;
-    // First of all: no move finds a parent in it that is about to change.
-    forget_parent(tools.files, image).await?;
     match Gone::read(tools.asking, image).await?.filter(|there| there.identity == identity) {
-        Some(there) if there.child == child_identity => return Ok(()),
+        Some(there) if there.child == child_identity => return forget_parent(tools.files, image).await,
         Some(there) if there.is_merged => return Err(is_half_merged(image)),
         _ => {}
     }
@@ -73,7 +71,8 @@ pub async fn mark<F: Files>(
     };
     match may_be {
         Err(error) => Gone::remove(tools.files, image).await.and(Err(error)),
-        Ok(()) => Ok(()),
+        // No move finds a parent any more in what is about to change.
+        Ok(()) => forget_parent(tools.files, image).await,
     }
 }
 

@@ -537,7 +537,7 @@ impl<F: Files> Ends<F> {
     /// given up since it was copied.
     async fn own_runs(&self, run: Extent) -> Result<Vec<Extent>, Failure> {
         if let Some(touched) = &self.touched {
-            let may_have = touched.next(run.start(), u64::MAX).is_some_and(|first| first.start() < run.end());
+            let may_have = touched.has_any(run);
             touched.mark(run);
             if may_have && self.broken != Broken::GivenUpLeftOut {
                 // All that the disk shows there is right, whichever image has it.

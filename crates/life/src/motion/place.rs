@@ -217,6 +217,11 @@ impl Place {
         Ok(None)
     }
 
+    /// The disk's parents are sent to another host before it.
+    pub fn sends_parents(&self) -> bool {
+        self.parents_there.is_some()
+    }
+
     /// True when `error` says only that the other host cannot be reached.
     fn may_be_missed(&self, error: &Error) -> bool {
         self.may_come_back() && !order::is_refused_there(error)

@@ -319,7 +319,7 @@ impl House {
         {
             return Err(Error::new(ErrorKind::Denied, "another link has come in the place of this one"));
         }
-        let of = match room.open() {
+        let of = match self.open_at(room, place).await? {
             Some(open) => open,
             None => match Box::pin(self.open_disk(&room.name, place)).await {
                 // The last connection to it may have ended just now.
@@ -364,6 +364,17 @@ impl House {
         writer.connections.fetch_add(1, Ordering::SeqCst);
         drop(current);
         lease(Some(writer))
+    }
+
+    /// The image at `place`, if it is open. Another file that had this name before, and is open still, is none of it: nobody is let in to that any more.
+    async fn open_at(&self, room: &Room, place: &ReceivedPlace) -> Result<Option<Arc<OpenDisk>>> {
+        let Some(open) = room.open() else { return Ok(None) };
+        let graph = open.disk.graph().await;
+        if self.tools.files.is_at(graph.handles()[0].image().store(), &place.path).await? {
+            return Ok(Some(open));
+        }
+        room.forget();
+        Ok(None)
     }
 
     async fn open_disk(&self, name: &str, place: &ReceivedPlace) -> Result<OpenDisk> {
