@@ -198,6 +198,44 @@ class MoveHosts(Certificates, PeerTest):
         self.assertEqual(self.far_server.stop(), 0)
         self.assertEqual(self.far_bytes(), bytes(self.writer.content))
 
+    def test_with_its_parents_over_cut_links_and_kills_of_both_hosts(self):
+        raw = self.raw("content.raw", size_bytes=96 * MIB)
+        spile("convert", raw, self.path("golden.vhd"))
+        spile("create", self.path("disk.vhd"), "--parent", self.path("golden.vhd"))
+        near, far = self.serve_on(self.near, self.path("disk.vhd")), self.receive_far()
+        writer = Writer(raw.read_bytes(), seed=7)
+        client = threading.Thread(target=writer.work, args=[near.uri()])
+        client.start()
+        to = f"nbds://{FAR}:{PORT}/come.vhd?tls-certificates={self.path('own')}&tls-hostname=localhost"
+        begun = spile_json("move", self.path("disk.vhd"), "--to", to, "--chain", "keep", "--rate", "8M")
+        for trouble in ("cut", "kill", "cut"):
+            time.sleep(0.5)
+            self.link("down") if trouble == "cut" else far.kill()
+            self.goes_on(writer)
+            self.assertEqual(self.job(begun["id"])["state"], "running")
+            self.assertFalse((self.path("far") / "golden.vhd").exists(), "half a parent has its name")
+            if trouble == "cut":
+                self.link("up")
+            else:
+                far = self.receive_far()
+        near.kill()
+        client.join(LIMIT_S)
+        near = self.serve_on(self.near, self.path("disk.vhd"))
+        client = threading.Thread(target=writer.work, args=[near.uri()])
+        client.start()
+        jobs = json.loads(spile("jobs", "--json").stdout)["jobs"]
+        begun = next(job for job in jobs if job["kind"] == "move" and job["path"] == str(self.path("disk.vhd")))
+        spile("job", begun["id"], "rate", "none")
+        job = self.wait_for_done(begun["id"])
+        self.assertEqual((job["motion"]["parents_done"], job["motion"]["parents_total"]), (1, 1))
+        self.goes_on(writer)
+        writer.stops = True
+        client.join(LIMIT_S)
+        self.assertEqual((near.stop(), far.stop()), (0, 0))
+        spile("convert", self.path("far") / "come.vhd", self.path("far.raw"))
+        self.assertEqual(self.path("far.raw").read_bytes(), bytes(writer.content))
+        spile("compare", self.path("golden.vhd"), self.path("far") / "golden.vhd")
+
     def test_a_copy_for_a_guest_that_moves_itself_is_whole_or_not_there(self):
         need("qemu-img", "qemu-utils")
         to, begun = self.move_to_receiver("--mirror-only")

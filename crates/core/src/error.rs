@@ -177,6 +177,17 @@ impl Error {
         self.0.errno
     }
 
+    /// The same error in other words: `say` turns each of its texts, and its path, into what it says. Its kind and its errno stay.
+    pub fn reworded(&self, say: impl Fn(&str) -> String) -> Self {
+        let mut error = self.duplicate();
+        let inner = &mut *error.0;
+        inner.message = say(&inner.message);
+        inner.path = inner.path.take().map(|path| say(&path.to_string_lossy()).into());
+        inner.hint = inner.hint.take().map(|hint| say(&hint));
+        inner.source = inner.source.take().map(|source| say(&source.to_string()).into());
+        error
+    }
+
     /// The same error again, for a second waiter on one failed operation: everything but the source's type.
     pub fn duplicate(&self) -> Self {
         let i = &self.0;
@@ -279,6 +290,15 @@ mod tests {
             error.to_string(),
             "/d/a.vhd: write failed at offset 0x1000: No space left on device (os error 28) (free some space)"
         );
+    }
+
+    #[test]
+    fn an_error_in_other_words_keeps_its_kind_and_its_errno() {
+        let error = Error::errno("cannot connect to a", 2).at_path(Path::new("/a")).hint("start a").permanent();
+        let other = error.reworded(|text| text.replace('a', "b"));
+        assert_eq!((other.kind(), other.os_errno()), (ErrorKind::NotFound, Some(2)));
+        assert!(other.is_permanent() && other.path() == Some(Path::new("/b")));
+        assert_eq!(other.to_string(), "/b: cbnnot connect to b: No such file or directory (os error 2) (stbrt b)");
     }
 
     #[test]

@@ -14,6 +14,8 @@ pub struct NewImage {
     pub subformat: Option<String>,
     /// The parent, if the image is a child.
     pub parent: Option<NewParent>,
+    /// Its UUID, for the copy of an image that has this one, where the format has a UUID; `None` = a new one.
+    pub uuid: Option<Identity>,
     /// The unit of space (a block, a cluster), where the format has units of several sizes; `None` = the usual one.
     pub unit_bytes: Option<u32>,
     /// What only some formats let one choose.
@@ -23,7 +25,7 @@ pub struct NewImage {
 impl NewImage {
     /// An image of the usual kind, without a parent.
     pub fn new(size_bytes: u64) -> Self {
-        Self { size_bytes, subformat: None, parent: None, unit_bytes: None, options: Options::default() }
+        Self { size_bytes, subformat: None, parent: None, uuid: None, unit_bytes: None, options: Options::default() }
     }
 }
 

@@ -8,6 +8,7 @@ use spile_image::{Format, Graph};
 
 use crate::gc::{Family, Tools, described};
 use crate::gone::Gone;
+use crate::motion::forget_parent;
 use crate::names;
 use crate::snapshot::{refuse_job, remove_if_there};
 
@@ -55,7 +56,7 @@ pub async fn mark<F: Files>(
     }
     let _alone = Gone::lock(tools.files, image).await?;
     match Gone::read(tools.asking, image).await?.filter(|there| there.identity == identity) {
-        Some(there) if there.child == child_identity => return Ok(()),
+        Some(there) if there.child == child_identity => return forget_parent(tools.files, image).await,
         Some(there) if there.is_merged => return Err(is_half_merged(image)),
         _ => {}
     }
@@ -70,7 +71,8 @@ pub async fn mark<F: Files>(
     };
     match may_be {
         Err(error) => Gone::remove(tools.files, image).await.and(Err(error)),
-        Ok(()) => Ok(()),
+        // No move finds a parent any more in what is about to change.
+        Ok(()) => forget_parent(tools.files, image).await,
     }
 }
 
@@ -184,6 +186,7 @@ async fn remove_file<F: Files>(tools: &Tools<'_, F>, path: &Path, store: &F::Sto
     }
     files.remove(path).await?;
     remove_if_there(files, &names::set(path)).await?;
+    forget_parent(files, path).await?;
     Gone::remove(files, path).await?;
     Ok(path.to_owned())
 }

@@ -15,6 +15,7 @@ use spile_image::layer::Identity;
 use spile_image::{LayerInfo, is_child_of};
 use spile_life::base::refuse_merging;
 use spile_life::gc::may_have_parent;
+use spile_life::motion::is_parent;
 use spile_life::names;
 use spile_store::{CacheMode, OsFiles};
 
@@ -25,10 +26,11 @@ const MOST_IMAGES: usize = 2048;
 /// How long is looked, at most about.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// Refuses a disk, by its layers, whose image is the parent of another one in its folder, or is to be one once a merge that was broken off is done.
+/// Refuses a disk, by its layers, whose image is the parent of another one in its folder, or is to be one: once a merge that was broken off is done, or the disk has come
+/// that is being moved here with its parents.
 ///
 /// # Errors
-/// `Denied`, naming the child or the disk of the merge.
+/// `Denied`, naming the child or the disk of the merge; the storage's.
 pub async fn refuse_parent(layers: &[LayerInfo]) -> Result<()> {
     let Some(image) = layers.first().filter(|image| image.path.is_absolute()) else { return Ok(()) };
     if let Some(other) = other_name(&image.path) {
@@ -39,6 +41,14 @@ pub async fn refuse_parent(layers: &[LayerInfo]) -> Result<()> {
     let is_note = |other: &Path| names::disk_of(other).is_some_and(|disk| names::job(&disk) == other);
     let notes = run_blocking(&image.path, move || neighbours(&path, MOST_NAMES, is_note)).await;
     refuse_merging(&asking, &image.path, &notes.images).await?;
+    if is_parent(&asking, &image.path).await? {
+        let what =
+            "it has come here as the parent of a disk that is moved: what is written here would change that disk";
+        return Err(Error::new(ErrorKind::Denied, what).at_path(&image.path).hint(
+            "open that disk instead, or a new child of this one (spile create --parent); or read this disk only; \
+             --write-parent if no disk needs it any more",
+        ));
+    }
     match child_of(&image.path, image.identity).await {
         Children::None => Ok(()),
         Children::NotAllAsked => {

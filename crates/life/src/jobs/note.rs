@@ -315,6 +315,21 @@ impl Note {
         }
     }
 
+    /// Says in the note of `disk`, if it is that of `plan`, that the job does `then` from now on: then this is true. A copy that is to get its name gets it by the plan that has made it.
+    /// Durable when it returns.
+    ///
+    /// # Errors
+    /// As [`Note::say_copied`].
+    pub(crate) async fn say_plan<F: Files>(files: &F, disk: &Path, plan: &Plan, then: Plan) -> Result<bool> {
+        match Self::read(files, disk).await? {
+            Some(note) if note.plan == *plan && note.there != Some(There::Naming) => {
+                Self { plan: then, ..note }.put(files, disk).await?;
+                Ok(true)
+            }
+            _ => Ok(false),
+        }
+    }
+
     /// Says in the note of `disk`, if it is that of `plan`, what the other host has done. Durable when it returns.
     ///
     /// # Errors

@@ -9,6 +9,7 @@ use spile_image::{Format, Graph};
 use super::{by_content, refuse};
 use crate::gone::Gone;
 use crate::jobs::Merged;
+use crate::motion::is_parent;
 use crate::names;
 use crate::work::{GraphOf, LayerOf, Work, refuse_inner_snapshots, size_of};
 
@@ -231,6 +232,12 @@ async fn check_mark<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, number: us
     if number > 0 && Gone::of(work.asking, layer).await?.is_some_and(|gone| gone.is_merged) {
         let what = "another image was merged into this one, and that is not finished".to_owned();
         return Err(refuse(ErrorKind::Busy, what, layer.path(), "spile gc finishes it"));
+    }
+    if is_parent(work.asking, parent.path()).await? {
+        let what = "it has come here as a parent, and a disk that is moved here may need it as it is".to_owned();
+        let hint =
+            "flatten the disk instead; or, when no move brings another child, `spile delete` it: then it may change";
+        return Err(refuse(ErrorKind::Denied, what, parent.path(), hint));
     }
     let gone = Gone::of(work.asking, parent).await?.filter(|gone| gone.is_merged);
     let is_ours = gone.map(|gone| Some(gone.child) == layer.which());

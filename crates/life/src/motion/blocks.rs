@@ -75,6 +75,12 @@ impl Blocks {
         Some(Extent::from_range(start << self.shift..(until << self.shift).min(self.size_bytes)))
     }
 
+    /// True when a block that has some of `extent` has its bit set.
+    pub fn has_any(&self, extent: Extent) -> bool {
+        let blocks = extent.start() >> self.shift..extent.end().div_ceil(1 << self.shift);
+        masks(&blocks).any(|(word, mask)| self.words[word].load(SeqCst) & mask != 0)
+    }
+
     /// Clears the bits of `extent`, which [`Blocks::next`] has returned.
     pub fn take(&self, extent: Extent) {
         self.clear(&(extent.start() >> self.shift..extent.end().div_ceil(1 << self.shift)));
@@ -108,6 +114,17 @@ mod tests {
         blocks.mark(extent((199 << 16) + 4096..(199 << 16) + 8192));
         blocks.mark(extent(7 << 16..7 << 16));
         assert_eq!(blocks.bytes(), 10 << 16);
+        for (range, has_any) in [
+            (0..5 << 16, false),
+            (0..(5 << 16) + 1, true),
+            ((10 << 16) - 1..10 << 16, true),
+            (10 << 16..62 << 16, false),
+            (65 << 16..66 << 16, true),
+            (66 << 16..199 << 16, false),
+            (0..200 << 16, true),
+        ] {
+            assert_eq!(blocks.has_any(extent(range.clone())), has_any, "{range:?}");
+        }
         let mut found = Vec::new();
         while let Some(run) = blocks.next(0, 3 << 16) {
             blocks.take(run);

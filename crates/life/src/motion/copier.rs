@@ -76,6 +76,8 @@ struct Ends<F: Files> {
     buffers: Vec<Segments>,
     /// Below both disks lies the same: only what their own images have is copied.
     is_over_parents: bool,
+    /// What the new image may have itself, where that is on another host, and so cannot be looked up.
+    touched: Option<Rc<Blocks>>,
     broken: Broken,
 }
 
@@ -115,6 +117,14 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
         (place, progress): (&'a Place, &'a Progress),
     ) -> Self {
         let ends = Ends::new(work, source, target, mirror, place.is_over_parents.get());
+        let touched = place.may_come_back().then(|| {
+            let touched = Blocks::new(source.size_bytes(), super::block_bytes(work));
+            if progress.reached_bytes() > 0 {
+                touched.mark(Extent::from_range(0..source.size_bytes()));
+            }
+            Rc::new(touched)
+        });
+        let ends = Ends { touched, ..ends };
         Self {
             work,
             source: source.clone(),
@@ -238,7 +248,10 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             self.work.job.go_on().await.map_err(Failure::Disk)?;
             match Box::pin(self.place.open_again(self.work, &self.source)).await {
                 Ok(target) => {
-                    let ends = Ends::new(self.work, &self.source, Arc::new(target), &self.mirror, false);
+                    let before = self.ends();
+                    let ends =
+                        Ends::new(self.work, &self.source, Arc::new(target), &self.mirror, before.is_over_parents);
+                    let ends = Ends { touched: before.touched.clone(), ..ends };
                     *self.ends.borrow_mut() = Rc::new(ends);
                     return Ok(());
                 }
@@ -485,6 +498,7 @@ impl<F: Files> Ends<F> {
     ) -> Self {
         Self {
             is_over_parents,
+            touched: None,
             broken: work.broken,
             source: Aligned::new(source.clone()),
             target: Aligned::new(target),
@@ -514,7 +528,7 @@ impl<F: Files> Ends<F> {
         self.unflushed.mark(run);
         for part in parts {
             let within = (part.start() - run.start()) as usize..(part.end() - run.start()) as usize;
-            self.put(part, &bytes.slice(within)).await?;
+            put(&self.target, part, &bytes.slice(within)).await.map_err(Failure::Place)?;
         }
         Ok(())
     }
@@ -522,6 +536,15 @@ impl<F: Files> Ends<F> {
     /// What the disk's own image has of `run`, and what the new one has. What both lack is the same; what only the new one has, the disk's own image has
     /// given up since it was copied.
     async fn own_runs(&self, run: Extent) -> Result<Vec<Extent>, Failure> {
+        if let Some(touched) = &self.touched {
+            let may_have = touched.has_any(run);
+            touched.mark(run);
+            if may_have && self.broken != Broken::GivenUpLeftOut {
+                // All that the disk shows there is right, whichever image has it.
+                return Ok(vec![run]);
+            }
+            return self.source.inner().own_runs_of(1, run, usize::MAX).await.map_err(Failure::Disk);
+        }
         let mut runs = self.source.inner().own_runs_of(1, run, usize::MAX).await.map_err(Failure::Disk)?;
         if self.broken != Broken::GivenUpLeftOut {
             runs.extend(self.target.inner().own_runs_of(1, run, usize::MAX).await.map_err(Failure::Place)?);
@@ -538,27 +561,29 @@ impl<F: Files> Ends<F> {
         }
         Ok(joined)
     }
+}
 
-    /// Writes `bytes` to `run` of the new image. Zeroes take no space there.
-    async fn put(&self, run: Extent, bytes: &Segments) -> Result<(), Failure> {
-        let block = super::BLOCK_BYTES as usize;
-        let mut at = 0;
-        while at < bytes.len() {
-            let is_zero = |from: usize| bytes.slice(from..bytes.len().min(from + block)).is_zero();
-            let is_hole = is_zero(at);
-            let mut end = at + block;
-            while end < bytes.len() && is_zero(end) == is_hole {
-                end += block;
-            }
-            let part = at..end.min(bytes.len());
-            let extent = Extent::from_range(run.start() + part.start as u64..run.start() + part.end as u64);
-            let put = match is_hole {
-                true => self.target.write_zeroes(extent, ZEROES).await,
-                false => self.target.write(extent, &bytes.slice(part.clone()), false).await,
-            };
-            put.map_err(Failure::Place)?;
-            at = part.end;
+/// Writes `bytes` to `run` of the new image `target`. Zeroes take no space there.
+///
+/// # Errors
+/// Its own.
+pub(super) async fn put(target: &impl Disk, run: Extent, bytes: &Segments) -> Result<()> {
+    let block = super::BLOCK_BYTES as usize;
+    let mut at = 0;
+    while at < bytes.len() {
+        let is_zero = |from: usize| bytes.slice(from..bytes.len().min(from + block)).is_zero();
+        let is_hole = is_zero(at);
+        let mut end = at + block;
+        while end < bytes.len() && is_zero(end) == is_hole {
+            end += block;
         }
-        Ok(())
+        let part = at..end.min(bytes.len());
+        let extent = Extent::from_range(run.start() + part.start as u64..run.start() + part.end as u64);
+        match is_hole {
+            true => target.write_zeroes(extent, ZEROES).await?,
+            false => target.write(extent, &bytes.slice(part.clone()), false).await?,
+        }
+        at = part.end;
     }
+    Ok(())
 }

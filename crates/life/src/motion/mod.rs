@@ -28,6 +28,7 @@ mod mirror;
 mod note;
 mod order;
 mod parents;
+mod parents_there;
 mod pauses;
 mod place;
 mod progress;
@@ -42,7 +43,7 @@ use spile_image::layer::{Identity, Layer};
 use spile_image::{Broken, Format, Graph};
 use spile_node::{OldEpoch, Stage};
 
-use crate::jobs::note::There;
+use crate::jobs::note::{Copied, There};
 use crate::jobs::{Note, Plan, State, which};
 use crate::names;
 use crate::snapshot::remove_if_there;
@@ -53,11 +54,12 @@ pub use back::{CameFrom, forget_what_is_over};
 use copier::{Copier, Failure, Over};
 use mirror::Mirror;
 pub use note::{Moved, take_back};
-pub use order::{ANSWER, ANSWER_BYTES, Order, is_name, not_now};
+pub use order::{ANSWER, ANSWER_BYTES, Below, InChain, Like, Order, is_name, not_now};
 use pauses::Pauses;
 use place::Place;
 use progress::Progress;
-pub use received::{Place as ReceivedPlace, Received, ReceivedState, Receiver};
+pub(crate) use received::forget_parent;
+pub use received::{Place as ReceivedPlace, Received, ReceivedState, Receiver, is_free_here, is_parent};
 pub use status::{Motion, Phase, Status};
 
 /// A disk that is to be moved.
@@ -105,7 +107,13 @@ pub fn old_image(disk: &Path) -> PathBuf {
 pub async fn run<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
     let disk = work.disk_path().await;
     let mut place = None;
-    let result = begin(work, plan, &mut place).await;
+    let (plan, result) = match next_attempt(work, &disk, plan).await {
+        Ok(plan) => {
+            let result = begin(work, &plan, &mut place).await;
+            (plan, result)
+        }
+        Err(error) => (plan.clone(), Err(error)),
+    };
     let ended = crate::finish(work, &disk, &Plan::Move(plan.clone()), result).await;
     // A job that was stopped may have been cancelled since: nobody goes on with its half.
     if let Some(place) = place.filter(|place| place.keeps_half.get())
@@ -116,6 +124,16 @@ pub async fn run<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
     ended
 }
 
+/// The move `plan` as this process is to do it. When a process before has begun it, and it goes to another host with the disk's parents, this is another attempt,
+/// and the note says so first: the other host knows by that which orders are late.
+async fn next_attempt<F: Files>(work: &Work<'_, F>, disk: &Path, plan: &Move) -> Result<Move> {
+    let is_counted = plan.keeps_chain && matches!(plan.to, Locator::Nbd(_)) && work.broken != Broken::OldAttempt;
+    let Some(id) = plan.id.filter(|_| is_counted) else { return Ok(plan.clone()) };
+    let next = Move { id: Some(order::next_attempt(id)), ..plan.clone() };
+    let (now, then) = (Plan::Move(plan.clone()), Plan::Move(next.clone()));
+    Ok(if Note::say_plan(work.files, disk, &now, then).await? { next } else { plan.clone() })
+}
+
 async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move, kept: &mut Option<Place>) -> Result<()> {
     let source = work.settled().await?;
     let place = kept.insert(Box::pin(Place::find(work, &source, plan)).await?);
@@ -124,8 +142,8 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move, kept: &mut Option<Plac
         let of = which(&source);
         let note = Note::new(Plan::Move(plan.clone()), work.job.wishes(), of);
         note.write(work.files, disk).await?;
-        let there = Note::read(work.files, disk).await?.and_then(|note| note.there);
-        if place.go_on(plan, there) {
+        let note = Note::read(work.files, disk).await?.unwrap_or(note);
+        if place.go_on(plan, &note) {
             let status = Arc::new(Status::new(Arc::new(Mirror::new(0, block_bytes(work), work.broken))));
             work.job.set_status(status.clone());
             work.job.accept();
@@ -227,6 +245,9 @@ async fn open_place<F: Files>(
             }
         };
         if let Some(target) = taken {
+            let half = place.which::<F>(&target).unwrap_or_else(|| copied.half.clone());
+            let copied = Copied { half, ..copied };
+            progress.say(work, &copied).await?;
             progress.go_on(copied);
             return Ok(target);
         }

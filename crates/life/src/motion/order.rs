@@ -6,15 +6,14 @@
 //! Some servers, nbdkit among them, have one export and take any name for it: there every order finds something. So an order that gives no image
 //! finds an export that says who has answered ([`ANSWER`]).
 
-use std::path::Path;
-
 use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreOffset, Via};
+use spile_image::Format;
 use spile_image::layer::Identity;
 
 use crate::jobs::note::{from_hex, to_hex};
 
-/// An order about the disk of a name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// An order about the disk of a name, or about a parent of a disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Order {
     /// The image of this move is to be there, of so many bytes; made if it is not, under a hidden name.
     Begin {
@@ -22,6 +21,33 @@ pub enum Order {
         id: Identity,
         /// The disk's size.
         size_bytes: u64,
+    },
+    /// As [`Order::Begin`], of one image of a disk that comes with its parents. An image that an earlier attempt of this move has begun goes: what it holds is not
+    /// known to this one. One that a later attempt has begun stays.
+    BeginInChain {
+        /// The identity of the move, in this attempt.
+        id: Identity,
+        /// The size of what the image shows.
+        size_bytes: u64,
+        /// Which image it is.
+        image: InChain,
+    },
+    /// Asks for a parent of this name: is there one that has come here, and is it like this? A name that nothing has is told by [`IS_FREE`].
+    Find {
+        /// The identity of the move that needs it.
+        id: Identity,
+        /// The size of what it shows.
+        size_bytes: u64,
+        /// What it is.
+        like: Like,
+    },
+    /// This attempt of a move goes on with the half that the attempt `of` has begun, and that is not whole: it is this one's from now on, and no order of the earlier one
+    /// is meant for it any more.
+    TakeOver {
+        /// The identity of the move, in this attempt.
+        id: Identity,
+        /// That of the attempt which has begun the half.
+        of: Identity,
     },
     /// The image of this move, which is there, is written to through a new link. Nothing comes any more from those of before.
     GoOn {
@@ -73,8 +99,61 @@ pub enum Order {
     },
 }
 
+/// What is the same in an image and in its copy, besides all that it shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Like {
+    /// Its format.
+    pub format: Format,
+    /// Its UUID, when it has one.
+    pub uuid: Option<Identity>,
+}
+
+/// One image of a disk that comes with its parents.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct InChain {
+    /// It is a parent, and not the disk's own image.
+    pub is_parent: bool,
+    /// What it is to be. An image without a UUID here gets one of its own, if its format has that.
+    pub like: Like,
+    /// Its parent: an image of the same folder. `None` for the lowest image.
+    pub below: Option<Below>,
+}
+
+/// The parent of an image that comes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Below {
+    /// Its file name.
+    pub name: String,
+    /// The move by which it has come, where the other host knows that. Else it compares the parent with its own once the new image names it.
+    pub by: Option<Identity>,
+}
+
+/// The next attempt of the move `id`, which keeps its chain: the last four bytes count the attempts. A process that was started anew begins one, for it does not know what the
+/// ones before have sent, and what of that is still on its way.
+pub(super) fn next_attempt(id: Identity) -> Identity {
+    let mut next = id;
+    next.0[12..].copy_from_slice(&attempt(id).wrapping_add(1).to_be_bytes());
+    next
+}
+
+fn attempt(id: Identity) -> u32 {
+    u32::from_be_bytes(id.0[12..].try_into().expect("an identity has 16 bytes"))
+}
+
+/// True when `id` is an earlier attempt of the move whose attempt `other` is.
+pub(super) fn is_earlier_attempt(id: Identity, other: Identity) -> bool {
+    // As serial numbers are compared: a count may begin anywhere.
+    id.0[..12] == other.0[..12] && attempt(other).wrapping_sub(attempt(id)) as i32 > 0
+}
+
 /// The length of the export that is the answer to an order which was obeyed.
 pub const ANSWER_BYTES: u64 = 4096;
+
+/// What whoever asks for something of a name is told that is none. A `spile receive` that does not know an order takes it for such a name.
+pub(super) const NEEDS_NAME: &str = "a disk that comes needs the name of one file";
+
+/// What [`Order::Find`] is answered when nothing has the name.
+pub(super) const IS_FREE: &str = "nothing has this name here";
 
 /// The answer begins so.
 pub const ANSWER: &str = "spile receive has done what it was told\n";
@@ -103,21 +182,7 @@ fn about_the_disk(error: Error, at: &Locator) -> Error {
         rest.split_once('?').map_or((rest, String::new()), |(export, query)| (export, format!("?{query}")));
     let export = format!("{PREFIX}{export}");
     let Some((_, name)) = Order::of_export(&export) else { return error };
-    let known = |text: &str| text.replace(&order, &format!("{before}{name}{query}"));
-    let mut told = Error::new(error.kind(), known(error.message()));
-    if let Some(path) = error.path() {
-        told = told.at_path(Path::new(&known(&path.to_string_lossy())));
-    }
-    if let Some(hint) = error.hint_text() {
-        told = told.hint(known(hint));
-    }
-    if error.is_permanent() {
-        told = told.permanent();
-    }
-    match std::error::Error::source(&error) {
-        Some(source) => told.caused_by(known(&source.to_string())),
-        None => told,
-    }
+    error.reworded(|text| text.replace(&order, &format!("{before}{name}{query}")))
 }
 
 /// Said first by a host that cannot tell yet whether it obeys.
@@ -152,6 +217,13 @@ impl Order {
     pub fn export(&self, name: &str) -> String {
         match self {
             Self::Begin { id, size_bytes } => format!("{PREFIX}begin/{}/{size_bytes}/{name}", to_hex(*id)),
+            Self::BeginInChain { id, size_bytes, image } => {
+                format!("{PREFIX}begin-in-chain/{}/{size_bytes}/{}/{name}", to_hex(*id), image.to_text())
+            }
+            Self::Find { id, size_bytes, like } => {
+                format!("{PREFIX}find/{}/{size_bytes}/{}/{name}", to_hex(*id), like.to_text())
+            }
+            Self::TakeOver { id, of } => format!("{PREFIX}take-over/{}/{}/{name}", to_hex(*id), to_hex(*of)),
             Self::GoOn { id, link } => format!("{PREFIX}go-on/{}/{}/{name}", to_hex(*id), to_hex(*link)),
             Self::Ask { id } => format!("{PREFIX}ask/{}/{name}", to_hex(*id)),
             Self::Back { id, of, size_bytes } => {
@@ -174,6 +246,22 @@ impl Order {
             "begin" => {
                 let (size, name) = rest.split_once('/')?;
                 Some((Self::Begin { id, size_bytes: size.parse().ok()? }, name))
+            }
+            "begin-in-chain" => {
+                let mut fields = rest.split('/');
+                let size_bytes = fields.next()?.parse().ok()?;
+                let (image, name) = (InChain::of_fields(&mut fields)?, fields.next()?);
+                fields.next().is_none().then_some((Self::BeginInChain { id, size_bytes, image }, name))
+            }
+            "find" => {
+                let mut fields = rest.split('/');
+                let size_bytes = fields.next()?.parse().ok()?;
+                let (like, name) = (Like::of_fields(&mut fields)?, fields.next()?);
+                fields.next().is_none().then_some((Self::Find { id, size_bytes, like }, name))
+            }
+            "take-over" => {
+                let (of, name) = rest.split_once('/')?;
+                Some((Self::TakeOver { id, of: Identity(from_hex(of)?) }, name))
             }
             "go-on" => {
                 let (link, name) = rest.split_once('/')?;
@@ -199,16 +287,80 @@ impl Order {
 
     /// The locator by which this order is given about the disk that is to be at `to`. `None` when `to` is no export with a name.
     pub fn locator(&self, to: &Locator) -> Option<Locator> {
-        let Locator::Nbd(uri) = to else { return None };
-        let (scheme, rest) = uri.split_once("://")?;
-        let (place, query) = match rest.split_once('?') {
-            Some((place, query)) => (place, Some(query)),
-            None => (rest, None),
-        };
-        let (host, name) = place.split_once('/').filter(|(_, name)| !name.is_empty())?;
-        let query = query.map(|query| format!("?{query}")).unwrap_or_default();
-        Some(Locator::Nbd(format!("{scheme}://{host}/{}{query}", self.export(name))))
+        beside(to, &self.export(name_at(to)?))
     }
+}
+
+/// Stands in an order for something that there is not. No file is called so: see [`is_name`].
+const NONE: &str = "-";
+
+fn hex_of(id: Option<Identity>) -> String {
+    id.map_or(NONE.to_owned(), to_hex)
+}
+
+fn id_of(field: &str) -> Option<Option<Identity>> {
+    if field == NONE { Some(None) } else { from_hex(field).map(|id| Some(Identity(id))) }
+}
+
+impl Like {
+    fn to_text(self) -> String {
+        format!("{}/{}", self.format, hex_of(self.uuid))
+    }
+
+    fn of_fields<'a>(fields: &mut impl Iterator<Item = &'a str>) -> Option<Self> {
+        let (format, uuid) = (fields.next()?.parse().ok()?, id_of(fields.next()?)?);
+        // Other identities are made of what an image holds, and are not given to a new one.
+        uuid.is_none_or(|uuid| uuid.0 != [0; 16] && Format::lasts(uuid)).then_some(Self { format, uuid })
+    }
+}
+
+impl InChain {
+    fn to_text(&self) -> String {
+        let role = if self.is_parent { "parent" } else { "disk" };
+        let (name, by) = self.below.as_ref().map_or((NONE, None), |below| (below.name.as_str(), below.by));
+        format!("{role}/{}/{name}/{}", self.like.to_text(), hex_of(by))
+    }
+
+    fn of_fields<'a>(fields: &mut impl Iterator<Item = &'a str>) -> Option<Self> {
+        let is_parent = match fields.next()? {
+            "parent" => true,
+            "disk" => false,
+            _ => return None,
+        };
+        let like = Like::of_fields(fields)?;
+        let (name, by) = (fields.next()?, id_of(fields.next()?)?);
+        let below = (name != NONE).then(|| Below { name: name.to_owned(), by });
+        Some(Self { is_parent, like, below })
+    }
+}
+
+/// What stands in a locator for the file name `name`.
+pub(super) fn to_uri(name: &str) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte);
+    name.bytes().map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }).collect()
+}
+
+/// A locator of an export with a name, in its parts: all before the name, the name, and all behind it.
+fn parts_of(at: &Locator) -> Option<(String, &str, String)> {
+    let Locator::Nbd(uri) = at else { return None };
+    let (scheme, rest) = uri.split_once("://")?;
+    let (place, query) = match rest.split_once('?') {
+        Some((place, query)) => (place, format!("?{query}")),
+        None => (rest, String::new()),
+    };
+    let (host, name) = place.split_once('/').filter(|(_, name)| !name.is_empty())?;
+    Some((format!("{scheme}://{host}/"), name, query))
+}
+
+/// The name of the export at `at`, as it stands there.
+pub(super) fn name_at(at: &Locator) -> Option<&str> {
+    parts_of(at).map(|(_, name, _)| name)
+}
+
+/// The export of the name `name`, as it stands in a locator, on the host of `at`.
+pub(super) fn beside(at: &Locator, name: &str) -> Option<Locator> {
+    let (before, _, query) = parts_of(at)?;
+    Some(Locator::Nbd(format!("{before}{name}{query}")))
 }
 
 /// True when `name` may be that of a disk that is taken in: one file of a folder, which is not hidden, and no option of a command. What
@@ -245,13 +397,54 @@ mod tests {
         let back = Order::Back { id: ID, of: Identity([0x5e; 16]), size_bytes: 9 << 20 };
         let plain =
             [Order::Ask { id: ID }, Order::HandOver { id: ID }, Order::Finish { id: ID }, Order::Drop { id: ID }];
-        for order in plain.into_iter().chain([begin, go_on, marks, marked, back]) {
+        let like = |format, uuid| Like { format, uuid };
+        let chained =
+            [(None, true), (Some(Below { name: "b.vhd".to_owned(), by: None }), true)].map(|(below, is_parent)| {
+                let image = InChain { is_parent, like: like(Format::Vhd, Some(ID)), below };
+                Order::BeginInChain { id: ID, size_bytes: 9, image }
+            });
+        let below = Some(Below { name: "c d.raw".to_owned(), by: Some(ID) });
+        let leaf = InChain { is_parent: false, like: like(Format::Qcow2, None), below };
+        let leaf = Order::BeginInChain { id: ID, size_bytes: 9, image: leaf };
+        let find = Order::Find { id: ID, size_bytes: 1 << 20, like: like(Format::Raw, None) };
+        let over = Order::TakeOver { id: ID, of: Identity([0x5e; 16]) };
+        for order in plain.into_iter().chain([begin, go_on, marks, marked, back, leaf, find, over]).chain(chained) {
             assert_eq!(Order::of_export(&order.export("a b.vhd")), Some((order, "a b.vhd")));
         }
         let hex = "a7".repeat(16);
+        for bad in
+            ["5/vhd/-", "x/vhd/-/a", "5/vdi/-/a", "5/vhd/a7/a", "5/vhd/-/a/b", &format!("5/vhd/{}/a", "0".repeat(32))]
+        {
+            assert_eq!(Order::of_export(&format!("{PREFIX}find/{hex}/{bad}")), None, "{bad}");
+        }
+        for bad in ["5/x/vhd/-/-/-/a", "5/disk/vhd/-/-/a", "5/disk/vhd/-/b/-/a/c"] {
+            assert_eq!(Order::of_export(&format!("{PREFIX}begin-in-chain/{hex}/{bad}")), None, "{bad}");
+        }
         for other in ["", "a.vhd", ".spile-receive/", ".spile-receive/finish/a7/x", &format!("{PREFIX}begin/{hex}/x")] {
             assert_eq!(Order::of_export(other), None, "{other}");
         }
+    }
+
+    #[test]
+    fn attempts_of_one_move_follow_each_other() {
+        let mut last = ID;
+        last.0[12..].fill(0xff);
+        for id in [ID, last] {
+            let next = next_attempt(id);
+            assert!(is_earlier_attempt(id, next) && !is_earlier_attempt(next, id) && !is_earlier_attempt(id, id));
+            assert!(is_earlier_attempt(id, next_attempt(next)));
+        }
+        assert!(!is_earlier_attempt(ID, next_attempt(Identity([0x3c; 16]))), "another move");
+    }
+
+    #[test]
+    fn an_error_about_an_order_names_the_disk_and_keeps_its_errno() {
+        let to = Locator::Nbd("nbd+unix:///a.vhd?socket=/s".to_owned());
+        let order = Order::Ask { id: ID }.locator(&to).unwrap();
+        let error = Error::errno("cannot connect", 2).at_path(std::path::Path::new(&order.to_string()));
+        let told = about_the_disk(error, &order);
+        assert_eq!(told.path(), Some(std::path::Path::new(&to.to_string())));
+        assert!(told.os_errno() == Some(2) && !is_refused_there(&told), "{told}");
     }
 
     #[test]

@@ -10,7 +10,7 @@
 //! the same size, **and it reads the same from its first byte to its last**. Both are read for that. In any doubt the move is refused: no other image takes part in
 //! a disk, and none is overwritten. While it is compared, and until the new image is its child, it is open here, so that nobody can write to it.
 
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -47,7 +47,53 @@ pub(super) struct Parents {
 /// Files are read and written in multiples of this; only their last piece is shorter.
 const PAGE_BYTES: u64 = 4096;
 /// So many runs of a disk's map are asked for at a time.
-const RUNS_AT_ONCE: usize = 1000;
+pub(super) const RUNS_AT_ONCE: usize = 1000;
+
+/// The file names of the parents of the disk of `source`, the topmost first, where their copies are to lie beside a `format` image at `to`.
+///
+/// # Errors
+/// Why the chain cannot be kept.
+pub(super) fn names_of_parents<S: Store>(source: &Graph<S>, to: &Path, format: Format) -> Result<Vec<String>> {
+    let parents = &source.handles()[1..];
+    if !parents.is_empty() && !format.about().has_parents {
+        let what = format!("the chain cannot be kept: a {format} has no parent");
+        let error = Error::new(ErrorKind::Unsupported, what).at_path(to);
+        return Err(error.hint("move it to a .vhd or .qcow2, or flatten it: --chain flatten"));
+    }
+    let mut names: Vec<String> = Vec::new();
+    for parent in parents {
+        let (path, image) = (parent.path(), parent.image());
+        let name = path.file_name().and_then(|name| name.to_str());
+        let is_file = path.is_absolute() && image.store().info().grows_zeroed;
+        let Some(name) = name.filter(|_| is_file) else {
+            let what = "the chain cannot be kept: this parent is no file whose name is UTF-8";
+            return Err(Error::new(ErrorKind::Unsupported, what).at_path(path).hint("flatten it: --chain flatten"));
+        };
+        if names.iter().any(|other| other == name) || to.file_name().is_some_and(|disk| disk == name) {
+            let what =
+                format!("the chain cannot be kept: two of its images would be {}", to.with_file_name(name).display());
+            let error = Error::new(ErrorKind::Exists, what).at_path(path);
+            return Err(error.hint("give the disk another name there, or flatten it: --chain flatten"));
+        }
+        names.push(name.to_owned());
+    }
+    Ok(names)
+}
+
+/// Which files the parents of the disk of `source` are. `None` where nobody can tell later.
+pub(super) fn sources_of<S: Store>(source: &Graph<S>) -> Option<Vec<String>> {
+    source.handles()[1..].iter().map(|parent| name_of_half(parent.image().store())).collect()
+}
+
+/// What all images of the disk of `source` take: about what is to be copied and compared, in bytes.
+pub(super) async fn total_bytes<S: Store>(source: &Graph<S>) -> u64 {
+    let mut bytes = 0;
+    for layer in source.handles() {
+        let store = layer.image().store();
+        bytes += store.taken_bytes().await.unwrap_or_else(|| store.len_bytes()).min(store.len_bytes());
+    }
+    bytes
+}
 
 impl Parents {
     /// The copies of the parents of `source`, of a disk that goes to `to` as a `format`. `None` when it has no parent.
@@ -55,33 +101,13 @@ impl Parents {
     /// # Errors
     /// Why the chain cannot be kept.
     pub fn of<S: Store>(source: &Graph<S>, to: &Path, format: Format) -> Result<Option<Self>> {
-        let parents = &source.handles()[1..];
-        if parents.is_empty() {
+        let names = names_of_parents(source, to, format)?;
+        if names.is_empty() {
             return Ok(None);
         }
-        if !format.about().has_parents {
-            let what = format!("the chain cannot be kept: a {format} has no parent");
-            let error = Error::new(ErrorKind::Unsupported, what).at_path(to);
-            return Err(error.hint("move it to a .vhd or .qcow2, or flatten it: --chain flatten"));
-        }
-        let mut names: Vec<PathBuf> = Vec::new();
-        for parent in parents {
-            let (path, image) = (parent.path(), parent.image());
-            let is_file = path.is_absolute() && image.store().info().grows_zeroed;
-            if !is_file {
-                let what = "the chain cannot be kept: this parent is no file";
-                return Err(Error::new(ErrorKind::Unsupported, what).at_path(path).hint("flatten it: --chain flatten"));
-            }
-            let name = to.with_file_name(path.file_name().unwrap_or_default());
-            if names.contains(&name) || name == to {
-                let what = format!("the chain cannot be kept: two of its images would be {}", name.display());
-                let error = Error::new(ErrorKind::Exists, what).at_path(path);
-                return Err(error.hint("give the disk another name there, or flatten it: --chain flatten"));
-            }
-            names.push(name);
-        }
-        let sources = parents.iter().map(|parent| name_of_half(parent.image().store())).collect();
-        Ok(Some(Self { names, hidden: names::moving_parent(to), sources, done_bytes: Cell::new(0) }))
+        let names = names.iter().map(|name| to.with_file_name(name)).collect();
+        let (hidden, done_bytes) = (names::moving_parent(to), Cell::new(0));
+        Ok(Some(Self { names, hidden, sources: sources_of(source), done_bytes }))
     }
 
     /// How much has been copied and compared, in bytes.
@@ -154,7 +180,7 @@ impl Parents {
         status.set_parents(0, self.names.len());
         let there = self.first_there(work).await.unwrap_or(self.names.len());
         let copier = Copier { work, parents: self, source, lanes: Lanes::new(work) };
-        copier.set_total().await;
+        work.job.set_total(total_bytes(source).await);
         let mut held = Held { parents: Vec::new(), name: self.names[0].clone() };
         if there < self.names.len() {
             let image = Arc::new(self.open_there(work, source, there).await?);
@@ -196,7 +222,7 @@ impl Parents {
 }
 
 /// Stands between the files in the name of a half.
-const JOINT: &str = "+";
+pub(super) const JOINT: &str = "+";
 
 /// Copies that are whole, and open.
 pub(super) struct Held<F: Files> {
@@ -228,16 +254,6 @@ struct Copier<'a, 'w, F: Files> {
 }
 
 impl<F: Files> Copier<'_, '_, F> {
-    /// What all images take is about what is to be copied and compared.
-    async fn set_total(&self) {
-        let mut bytes = 0;
-        for layer in self.source.handles() {
-            let store = layer.image().store();
-            bytes += store.taken_bytes().await.unwrap_or_else(|| store.len_bytes()).min(store.len_bytes());
-        }
-        self.work.job.set_total(bytes);
-    }
-
     fn count(&self, bytes: u64) {
         self.parents.done_bytes.set(self.parents.done_bytes.get() + bytes);
         self.work.job.set_done(self.parents.done_bytes.get());
@@ -307,32 +323,7 @@ impl<F: Files> Copier<'_, '_, F> {
     async fn compare(&self, number: usize, there: &Arc<GraphOf<F>>) -> Result<()> {
         let parent = self.source.with_layers(self.source.handles()[1 + number..].to_vec())?;
         let ends = [Aligned::new(Arc::new(parent)), Aligned::new(there.clone())];
-        let (cursor, differs_at) = (async_lock::Mutex::new(0), RefCell::new(None));
-        let step = async |lane: &Lane<'_, '_, F>| {
-            let most_bytes = (lane.piece_bytes() / 2).max(512);
-            let next = {
-                let mut at = cursor.lock().await;
-                let next = next_to_compare(&ends, *at, most_bytes).await?;
-                *at = next.map_or(*at, |piece| piece.end());
-                next
-            };
-            let Some(piece) = next else { return Ok(false) };
-            let compare = async {
-                let len = piece.len_bytes as usize;
-                let both = [lane.buffer().slice(0..len), lane.buffer().slice(len..2 * len)];
-                ends[0].read(piece, &both[0]).await?;
-                ends[1].read(piece, &both[1]).await?;
-                if both[0].to_vec() != both[1].to_vec() {
-                    differs_at.replace(Some(piece.start()));
-                }
-                Ok(piece.len_bytes)
-            };
-            lane.piece(compare).await?;
-            self.count(piece.len_bytes);
-            Ok(differs_at.borrow().is_none())
-        };
-        self.lanes.run(step).await?;
-        match differs_at.take() {
+        match compare(&self.lanes, &ends, &|bytes| self.count(bytes), &|| {}).await? {
             Some(at) => {
                 let (name, parent) = (&self.parents.names[number], self.source.handles()[1 + number].path());
                 Err(other_image(name, parent, &format!("what it shows differs, first about byte {at}")))
@@ -342,21 +333,54 @@ impl<F: Files> Copier<'_, '_, F> {
     }
 }
 
-type GraphLayerOf<F> = spile_image::GraphLayer<<F as Files>::Store>;
-
-/// The next piece, from `at` on, in which one of both has data.
-async fn next_to_compare<S: Store>(
-    ends: &[Aligned<Arc<Graph<S>>>; 2],
-    at: u64,
-    most_bytes: u64,
-) -> Result<Option<Extent>> {
-    let mut starts = Vec::new();
-    for end in ends {
-        starts.extend(next_data(end.inner(), at).await?);
-    }
-    let (Some(start), size_bytes) = (starts.into_iter().min(), ends[0].inner().size_bytes()) else { return Ok(None) };
-    Ok(Some(Extent::from_range(start..size_bytes.min((start / most_bytes + 1) * most_bytes))))
+/// Where the second one of `ends` first differs from the first one, about; `None` when both show the same. Both are as long. `count` hears of bytes that were compared, and
+/// `has_failed` when the second one has failed.
+pub(super) async fn compare<F: Files>(
+    lanes: &Lanes<'_, '_, F>,
+    ends: &[Aligned<Arc<GraphOf<F>>>; 2],
+    count: &impl Fn(u64),
+    has_failed: &impl Fn(),
+) -> Result<Option<u64>> {
+    let (cursor, differs_at) = (async_lock::Mutex::new(0), Cell::new(None));
+    let failed = |error: Error| {
+        has_failed();
+        error
+    };
+    let step = async |lane: &Lane<'_, '_, F>| {
+        let most_bytes = (lane.piece_bytes() / 2).max(512);
+        let next = {
+            let mut at = cursor.lock().await;
+            let starts =
+                [next_data(ends[0].inner(), *at).await?, next_data(ends[1].inner(), *at).await.map_err(failed)?];
+            let size_bytes = ends[0].inner().size_bytes();
+            let next = starts
+                .into_iter()
+                .flatten()
+                .min()
+                .map(|start| Extent::from_range(start..size_bytes.min((start / most_bytes + 1) * most_bytes)));
+            *at = next.map_or(*at, |piece| piece.end());
+            next
+        };
+        let Some(piece) = next else { return Ok(false) };
+        let compare = async {
+            let len = piece.len_bytes as usize;
+            let both = [lane.buffer().slice(0..len), lane.buffer().slice(len..2 * len)];
+            ends[0].read(piece, &both[0]).await?;
+            ends[1].read(piece, &both[1]).await.map_err(failed)?;
+            if both[0].to_vec() != both[1].to_vec() {
+                differs_at.set(Some(piece.start()));
+            }
+            Ok(piece.len_bytes)
+        };
+        lane.piece(compare).await?;
+        count(piece.len_bytes);
+        Ok(differs_at.get().is_none())
+    };
+    lanes.run(step).await?;
+    Ok(differs_at.get())
 }
+
+type GraphLayerOf<F> = spile_image::GraphLayer<<F as Files>::Store>;
 
 /// Where `disk` has data from `at` on.
 async fn next_data<S: Store>(disk: &Graph<S>, mut at: u64) -> Result<Option<u64>> {

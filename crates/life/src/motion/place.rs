@@ -14,13 +14,14 @@ use spile_image::{Broken, Format, Graph, OpenOptions};
 
 use super::note::{Moved, is_free, refuse_taken};
 use super::order::{self, Order};
-use super::parents::{Held, Parents};
+use super::parents::{Held, JOINT, Parents};
+use super::parents_there::{ParentsThere, Sending};
 use super::pauses::Pauses;
 use super::received::IS_WHOLE;
 use super::status::Status;
 use super::{Move, old_image};
 use crate::jobs::Plan;
-use crate::jobs::note::{Copied, Note, There, to_hex};
+use crate::jobs::note::{Copied, Note, There, from_hex, to_hex};
 use crate::names;
 use crate::snapshot::{new_child, remove_if_there, unit_of};
 use crate::work::{GraphOf, Work, is_no_image};
@@ -49,8 +50,10 @@ pub(super) struct Place {
     is_told: Cell<bool>,
     /// What of the new image can be taken up by the next process is left when this one ends.
     pub keeps_half: Cell<bool>,
-    /// The copies of the disk's parents, when its chain is kept.
+    /// The copies of the disk's parents, when its chain is kept on this host.
     parents: Option<Parents>,
+    /// The same on another host, which takes disks in.
+    parents_there: Option<ParentsThere>,
     /// The new image is a child of these copies: it gets what the disk's own image has.
     pub is_over_parents: Cell<bool>,
 }
@@ -80,9 +83,10 @@ impl Place {
                 "--leave-unmarked moves it all the same: then see to it that nobody starts a server with the old place";
             return Err(Error::new(ErrorKind::Unsupported, what).at_path(&disk).hint(hint));
         }
-        let parents = match &plan.to {
-            Locator::Path(to) if plan.keeps_chain => Parents::of(source, to, plan.format)?,
-            _ => None,
+        let (parents, parents_there) = match &plan.to {
+            Locator::Path(to) if plan.keeps_chain => (Parents::of(source, to, plan.format)?, None),
+            to if plan.keeps_chain => (None, ParentsThere::of(source, to)?),
+            _ => (None, None),
         };
         let moved = Moved { to: plan.to.clone(), image: old_image(&disk), half, finish: None };
         let place = Self {
@@ -97,6 +101,7 @@ impl Place {
             is_told: Cell::new(false),
             keeps_half: Cell::new(false),
             parents,
+            parents_there,
             is_over_parents: Cell::new(false),
         };
         place.check_names(work, store).await?;
@@ -182,21 +187,44 @@ impl Place {
         copied: &Copied,
     ) -> Result<Option<GraphOf<F>>> {
         if self.moved.half.is_none() {
-            let Some(id) = plan.id.filter(|id| to_hex(*id) == copied.half) else { return Ok(None) };
+            let (Some(of), Some(id)) = (noted_id(plan, copied), plan.id) else { return Ok(None) };
             self.be_taken_in(id);
+            if let Some(order) = self.order(|id| Order::TakeOver { id, of }).filter(|_| of != id) {
+                match order::give(work.files, &order).await {
+                    Err(error) if error.kind() == ErrorKind::NotFound && order::is_refused_there(&error) => {
+                        return Ok(None);
+                    }
+                    taken => taken?,
+                }
+            }
         }
-        self.is_over_parents.set(self.parents.is_some() && Parents::are_below(&copied.half));
+        let keeps_parents = self.parents.is_some() || self.parents_there.is_some();
+        self.is_over_parents.set(keeps_parents && Parents::are_below(&copied.half));
         let target = match self.open_again(work, source).await {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            // The system of this host says that of a socket, too, which is there again when the other host's process is.
+            Err(error) if error.kind() == ErrorKind::NotFound && !self.may_be_missed(&error) => return Ok(None),
             // It was not made to its end, or is another file.
             Err(error) if self.moved.half.is_some() && is_no_image(error.kind()) => return Ok(None),
             opened => opened?,
         };
-        if self.which::<F>(&target).as_ref() == Some(&copied.half) || work.broken == Broken::AnyHalf {
+        // The identity in the name of a half there may be that of an earlier attempt, from which it was taken over.
+        let skipped = if self.moved.half.is_none() { to_hex(Identity([0; 16])).len() } else { 0 };
+        let is_same = self.which::<F>(&target).is_some_and(|name| name.get(skipped..) == copied.half.get(skipped..));
+        if is_same || work.broken == Broken::AnyHalf {
             return Ok(Some(target));
         }
         let _ = target.close().await;
         Ok(None)
+    }
+
+    /// The disk's parents are sent to another host before it.
+    pub fn sends_parents(&self) -> bool {
+        self.parents_there.is_some()
+    }
+
+    /// True when `error` says only that the other host cannot be reached.
+    fn may_be_missed(&self, error: &Error) -> bool {
+        self.may_come_back() && !order::is_refused_there(error)
     }
 
     /// Which half `target` is, as it is noted. `None` where nobody can tell later.
@@ -205,14 +233,19 @@ impl Place {
         match (&self.moved.half, self.taken_in.get()) {
             (Some(_), _) if let Some(over) = over => over.which(target),
             (Some(_), _) => name_of_half(target.handles()[0].image().store()),
-            (None, id) => id.map(to_hex),
+            (None, id) => match self.parents_there.as_ref().filter(|_| self.is_over_parents.get()) {
+                Some(parents) => parents.which(to_hex(id?)),
+                None => id.map(to_hex),
+            },
         }
     }
 
     /// What a process before has noted of the other host. True when all that is left is that it gives the copy its name.
-    pub fn go_on(&mut self, plan: &Move, there: Option<There>) -> bool {
-        self.was_taken_in.set(there.is_some());
-        match (plan.id, there) {
+    pub fn go_on(&mut self, plan: &Move, note: &Note) -> bool {
+        self.was_taken_in.set(note.there.is_some());
+        // An earlier attempt may have begun the copy.
+        let id = note.copied.as_ref().and_then(|copied| noted_id(plan, copied)).or(plan.id);
+        match (id, note.there) {
             (Some(id), Some(There::Naming)) => {
                 self.be_taken_in(id);
                 true
@@ -244,6 +277,9 @@ impl Place {
         plan: &Move,
         status: &Arc<Status>,
     ) -> Result<GraphOf<F>> {
+        if self.parents_there.is_some() {
+            return Box::pin(self.open_with_parents(work, source, plan, status)).await;
+        }
         let Some(half) = &self.moved.half else { return self.open_there(work, source, plan).await };
         remove_half(work.files, half).await?;
         // All is refused by now that can be refused at once.
@@ -285,7 +321,65 @@ impl Place {
 
     /// How much of the disk's parents was copied and compared, in bytes.
     pub fn parents_bytes(&self) -> u64 {
-        self.parents.as_ref().map_or(0, Parents::done_bytes)
+        let here = self.parents.as_ref().map(Parents::done_bytes);
+        here.or(self.parents_there.as_ref().map(ParentsThere::done_bytes)).unwrap_or_default()
+    }
+
+    /// Has a host that takes disks in have the disk's parents, and opens a new image over them. What of that fails and may go by is tried again.
+    async fn open_with_parents<F: Files>(
+        &mut self,
+        work: &Work<'_, F>,
+        source: &GraphOf<F>,
+        plan: &Move,
+        status: &Arc<Status>,
+    ) -> Result<GraphOf<F>> {
+        let Some(id) = plan.id else {
+            return Err(Error::new(ErrorKind::InvalidInput, "a move to another host has no identity"));
+        };
+        self.be_taken_in(id);
+        self.is_over_parents.set(true);
+        let Some(parents) = &self.parents_there else { return self.open(work, source).await };
+        let sending = Sending::new((work, source), parents, (&plan.to, id), status);
+        let pauses = Pauses::new();
+        loop {
+            // In boxes: together the futures would need much of a worker's stack.
+            let tried = Box::pin(async {
+                let there = Box::pin(sending.first_there()).await?;
+                self.be_begun(work, plan, status).await?;
+                Box::pin(sending.have(there)).await?;
+                sending.of_there(Box::pin(self.open(work, source))).await
+            });
+            // It ends by itself when the job is told to end, unless the other host hangs: an order that is on its way is not left behind.
+            let late = async {
+                work.job.told_to_end().await;
+                work.timer.sleep(DROP_PATIENCE).await;
+            };
+            let tried = match select(tried, pin!(late)).await {
+                Either::Left((tried, _)) => tried,
+                Either::Right(_) => Err(Error::new(ErrorKind::Shutdown, "the job was told to end")),
+            };
+            match tried {
+                // One that has not begun fails, as any move to a host that does not answer.
+                Err(error) if self.was_taken_in.get() && sending.may_pass(&error) => {
+                    work.job.set_status(status.clone());
+                    status.note_failure(error.to_string());
+                }
+                tried => return tried,
+            }
+            pauses.pass(work).await?;
+        }
+    }
+
+    /// Nothing refuses the move any more: from now on it goes on through all trouble of the other host, also in the next process.
+    async fn be_begun<F: Files>(&self, work: &Work<'_, F>, plan: &Move, status: &Arc<Status>) -> Result<()> {
+        if !self.was_taken_in.replace(true)
+            && let Some(disk) = &self.disk
+        {
+            Note::say_there(work.files, disk, &Plan::Move(plan.clone()), There::TakenIn).await?;
+        }
+        work.job.set_status(status.clone());
+        work.job.accept();
+        Ok(())
     }
 
     /// Opens the export. A host that takes disks in makes the image; any other one has an export of this name already.
@@ -303,6 +397,8 @@ impl Place {
             None => Err(Error::new(ErrorKind::NotFound, "the export has no name")),
         };
         match begun {
+            // Nobody has answered.
+            Err(error) if !order::is_refused_there(&error) => Err(error),
             Err(error) if error.kind() == ErrorKind::NotFound && self.was_taken_in.get() => {
                 let what = "`spile receive` had taken this disk in, and there is another server now: its export may be a disk that is used";
                 let error = Error::new(ErrorKind::Denied, what).caused_by(error);
@@ -361,7 +457,9 @@ impl Place {
         let Some(order) = self.order(|id| Order::Ask { id }) else { return Ok(false) };
         let asked = pin!(order::give(work.files, &order));
         let unknown = match select(asked, work.timer.sleep(DROP_PATIENCE)).await {
-            Either::Left((Err(error), _)) if error.kind() == ErrorKind::NotFound => return Ok(false),
+            Either::Left((Err(error), _)) if error.kind() == ErrorKind::NotFound && order::is_refused_there(&error) => {
+                return Ok(false);
+            }
             Either::Left((Err(error), _)) if error.to_string().contains(IS_WHOLE) => return Ok(true),
             Either::Left((Err(error), _)) => error,
             Either::Left((Ok(_), _)) => Error::new(ErrorKind::Busy, "it was not removed there"),
@@ -388,10 +486,18 @@ impl Place {
         }
     }
 
-    /// Has a host that takes disks in remove the half-made image of a move that was cancelled. When it does not answer soon, it keeps that, and knows it.
+    /// Has a host that takes disks in remove the half-made images of a move that was cancelled: the disk's own, and then that of a parent. When it does not answer soon, it keeps them,
+    /// and knows it.
     pub async fn drop_there<F: Files>(&self, work: &Work<'_, F>) {
-        let Some(order) = self.order(|id| Order::Drop { id }) else { return };
-        let _either = select(pin!(order::give(work.files, &order)), work.timer.sleep(DROP_PATIENCE)).await;
+        let (Some(id), Some(order)) = (self.taken_in.get(), self.order(|id| Order::Drop { id })) else { return };
+        let parents = self.parents_there.as_ref().map(|parents| parents.drops(&self.moved.to, id)).unwrap_or_default();
+        let drop_all = async {
+            for order in [order].iter().chain(&parents) {
+                // One that is not there, or is whole, is refused.
+                let _ = Box::pin(order::give(work.files, order)).await;
+            }
+        };
+        let _either = select(pin!(drop_all), work.timer.sleep(DROP_PATIENCE)).await;
     }
 
     /// Removes the half of a process before, when the move is given up before that could be opened.
@@ -507,6 +613,26 @@ async fn check_parent<F: Files>(files: &F, new: &GraphOf<F>, parent: &Path) -> R
     }
 }
 
+/// Which half there the note of a job means, when it is one of the move `plan`: an earlier attempt may have begun it.
+fn noted_id(plan: &Move, copied: &Copied) -> Option<Identity> {
+    let (id, noted) = (plan.id?, Identity(from_hex(copied.half.split(JOINT).next()?)?));
+    (noted == id || order::is_earlier_attempt(noted, id)).then_some(noted)
+}
+
+/// Refuses an export `there` that is not as long as the disk.
+///
+/// # Errors
+/// `InvalidInput`.
+pub(super) fn check_size<S: Store>(size_bytes: u64, there: &Graph<S>) -> Result<()> {
+    let new = there.info().size_bytes;
+    if new == size_bytes {
+        return Ok(());
+    }
+    let what = format!("the new place has {new} bytes, and the disk {size_bytes}");
+    let hint = format!("it must have exactly as many: make it so (--size {size_bytes}), or choose raw");
+    Err(Error::new(ErrorKind::InvalidInput, what).hint(hint))
+}
+
 fn taken(what: &'static str, path: &Path) -> Error {
     Error::new(ErrorKind::Exists, what).at_path(path).hint("remove it, or give it another name")
 }
@@ -530,12 +656,7 @@ pub(super) async fn remove_half<F: Files>(files: &F, half: &Path) -> Result<()> 
 
 /// Refuses an image that could not take the disk's place, before it is filled.
 fn check_fits<F: Files>(work: &Work<'_, F>, source: &GraphOf<F>, target: &GraphOf<F>) -> Result<()> {
-    let (new, old) = (target.info().size_bytes, source.size_bytes());
-    if new != old {
-        let what = format!("the new place has {new} bytes, and the disk {old}");
-        let hint = format!("it must have exactly as many: make it so (--size {old}), or choose raw");
-        return Err(Error::new(ErrorKind::InvalidInput, what).hint(hint));
-    }
+    check_size(source.size_bytes(), target)?;
     let hint = "guests may use smaller units than the new place takes: move the disk while nobody serves it";
     work.node.check_fits(target).map_err(|error| error.hint(hint))
 }

@@ -3,23 +3,36 @@
 //! A disk that is taken in is under a hidden name ([`names::receiving`]) until the old place says that it is whole. Then it gets its own name, which
 //! nothing had before, durably. The note [`Received`] beside it says which move it belongs to: nobody else gets at it by an order, and a file that was
 //! put in its place is not taken for it.
+//!
+//! # A disk that comes with its parents
+//!
+//! Each parent comes as a disk of its own, the lowest first, by the same orders and through the same states: its image is made under a hidden name, is filled
+//! and flushed, and gets its name durably. Three things are different.
+//!
+//! - An image is made over the parent that its order names, which has come here, and has its name. From then on that parent has a child, and nobody writes to it.
+//! - Its note says that it is a parent. Nobody writes to it any more once it has its name: its child may not be there yet.
+//! - Each process of the old place begins an attempt of its own. An image that an earlier attempt has begun is not gone on with, for nobody knows what it holds: it is
+//!   made anew, empty. An order of an earlier attempt, which was on its way for long, changes nothing of a later one.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use spile_core::{Env, Error, ErrorKind, Files, OpenMode, Result, ResultExt, Store};
-use spile_image::Format;
 use spile_image::create::NewImage;
-use spile_image::layer::Identity;
+use spile_image::layer::{Identity, Layer as _};
+use spile_image::{Format, Graph, OpenOptions};
 
 use super::back::Left;
 use super::note::{is_free, refuse_taken};
 use super::old_image;
-use super::order::is_name;
+use super::order::{Below, IS_FREE, InChain, Like, NEEDS_NAME, is_earlier_attempt, is_name};
+use super::place::remove_half;
 use crate::changes::header::{MOST_FILE_BYTES, PAGE_BYTES};
+use crate::gone::Gone;
 use crate::jobs::note::{from_hex, read_text, to_hex, write_text};
 use crate::names;
-use crate::snapshot::remove_if_there;
+use crate::snapshot::{new_child, remove_if_there};
+use crate::work::GraphOf;
 
 /// What the note beside a disk that is taken in says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,6 +47,8 @@ pub struct Received {
     pub state: ReceivedState,
     /// Which file it is, in the words of the caller.
     pub file: String,
+    /// It is a parent of a disk that comes, or has come, and not a disk of its own.
+    pub is_parent: bool,
 }
 
 /// How far a disk is that is taken in.
@@ -52,6 +67,8 @@ pub enum ReceivedState {
 /// The first line of every note begins so.
 const ANY_HEAD: &str = "spile received ";
 const HEAD: &str = "spile received 1";
+/// A line of the note of a parent. Versions that do not know it leave such a note alone.
+const PARENT: &str = "parent";
 const END: &str = "end";
 
 impl ReceivedState {
@@ -73,9 +90,10 @@ impl ReceivedState {
 
 impl Received {
     fn to_text(&self) -> String {
-        let Self { id, size_bytes, format, state, file } = self;
+        let Self { id, size_bytes, format, state, file, is_parent } = self;
         let (id, state) = (to_hex(*id), state.name());
-        format!("{HEAD}\nmove {id}\nsize {size_bytes}\nformat {format}\nstate {state}\nfile {file}\n{END}\n")
+        let parent = if *is_parent { format!("{PARENT}\n") } else { String::new() };
+        format!("{HEAD}\nmove {id}\nsize {size_bytes}\nformat {format}\nstate {state}\nfile {file}\n{parent}{END}\n")
     }
 
     fn from_text(text: &str) -> Option<Self> {
@@ -87,7 +105,13 @@ impl Received {
         let state = next("state ")?;
         let states = [ReceivedState::Making, ReceivedState::Half, ReceivedState::HandingOver, ReceivedState::Whole];
         let state = states.into_iter().find(|known| known.name() == state)?;
-        Some(Self { id, size_bytes, format, state, file: next("file ")?.to_owned() })
+        let file = next("file ")?.to_owned();
+        let is_parent = match lines.next() {
+            None => false,
+            Some(PARENT) if lines.next().is_none() => true,
+            Some(_) => return None,
+        };
+        Some(Self { id, size_bytes, format, state, file, is_parent })
     }
 
     /// The note of the disk at `disk`, if there is one that was written to its end.
@@ -113,6 +137,25 @@ impl Received {
     }
 }
 
+/// True when the image at `image` has come here as a parent of a disk: nobody writes to it, although its child may not be here yet.
+///
+/// # Errors
+/// As [`Received::read`].
+pub async fn is_parent<F: Files>(files: &F, image: &Path) -> Result<bool> {
+    Ok(Received::read(files, image).await?.is_some_and(|note| note.is_parent))
+}
+
+/// From now on the image at `image` is no parent that has come here, but one as every other: nobody needs it as it is.
+///
+/// # Errors
+/// As [`is_parent`]; the system's.
+pub(crate) async fn forget_parent<F: Files>(files: &F, image: &Path) -> Result<()> {
+    match is_parent(files, image).await? {
+        true => remove_if_there(files, &names::received(image)).await,
+        false => Ok(()),
+    }
+}
+
 /// An image that was taken in, or is being taken in.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
@@ -122,6 +165,10 @@ pub struct Place {
     pub format: Format,
     /// The disk's size.
     pub size_bytes: u64,
+    /// It is a parent of a disk that comes, or has come.
+    pub is_parent: bool,
+    /// It is a parent that has its name: nobody writes to it any more.
+    pub is_sealed: bool,
 }
 
 /// Takes disks in. Whoever has one does one thing with a disk at a time.
@@ -147,7 +194,7 @@ impl<F: Files> Receiver<'_, F> {
         match is_name(name) {
             true => Ok(self.folder.join(name)),
             false => {
-                let what = "a disk that comes needs the name of one file: letters, digits, and - _ . + @, first neither a dot nor a dash";
+                let what = format!("{NEEDS_NAME}: letters, digits, and - _ . + @, first neither a dot nor a dash");
                 Err(Error::new(ErrorKind::InvalidInput, what))
             }
         }
@@ -160,33 +207,139 @@ impl<F: Files> Receiver<'_, F> {
     /// system's.
     pub async fn begin(&self, name: &str, id: Identity, size_bytes: u64) -> Result<Place> {
         let disk = self.disk(name)?;
-        let format = Format::of(&disk, None)?;
-        let half = names::receiving(&disk);
-        match Received::read(self.files, &disk).await? {
+        let image = Begun { id, size_bytes, format: Format::of(&disk, None)?, in_chain: None };
+        self.begin_image(&disk, &image).await.map(|(place, _)| place)
+    }
+
+    /// As [`Receiver::begin`], of one image of a disk that comes with its parents. True when it was made now: whatever was there before of this move is gone.
+    ///
+    /// # Errors
+    /// As [`Receiver::begin`]; `Denied` when a later attempt of this move is under way, or the parent is not the one that the order means.
+    pub async fn begin_in_chain(
+        &self,
+        name: &str,
+        id: Identity,
+        size_bytes: u64,
+        image: &InChain,
+    ) -> Result<(Place, bool)> {
+        let disk = self.disk(name)?;
+        self.begin_image(&disk, &Begun { id, size_bytes, format: image.like.format, in_chain: Some(image) }).await
+    }
+
+    async fn begin_image(&self, disk: &Path, image: &Begun<'_>) -> Result<(Place, bool)> {
+        let (half, id, size_bytes) = (names::receiving(disk), image.id, image.size_bytes);
+        match Received::read(self.files, disk).await? {
             Some(note) if note.id == id => {
                 if note.size_bytes != size_bytes {
                     let what =
                         format!("this move has begun with a disk of {} bytes, not {size_bytes}", note.size_bytes);
-                    return Err(Error::new(ErrorKind::InvalidInput, what).at_path(&disk));
+                    return Err(Error::new(ErrorKind::InvalidInput, what).at_path(disk));
                 }
-                if let Some((note, place)) = self.find(&disk, note.clone()).await? {
-                    return self.half_again(&disk, note, place).await;
+                if let Some((note, place)) = self.find(disk, note.clone()).await? {
+                    return Ok((self.half_again(disk, note, place).await?, false));
                 }
                 if note.state != ReceivedState::Making && !is_free(self.files, &half).await {
-                    let what = "the file is not the one that this move has begun with";
-                    return Err(Error::new(ErrorKind::Denied, what).at_path(&half).hint("remove it, or put it back"));
+                    return Err(other_half(&half));
                 }
                 remove_if_there(self.files, &half).await?;
             }
+            Some(note) if is_earlier_attempt(note.id, id) => self.remove_earlier(disk, note).await?,
+            Some(note) if is_earlier_attempt(id, note.id) => {
+                return Err(Error::new(ErrorKind::Denied, "a later attempt of this move is under way").at_path(disk));
+            }
             Some(note) if note.state.may_be_half() && !is_free(self.files, &half).await => {
-                let what = format!("a disk of this name is being moved here by another move, {}", to_hex(note.id));
-                let hint = "wait for it; or, when it is given up, `spile receive DIR --remove NAME`";
-                return Err(Error::new(ErrorKind::Busy, what).at_path(&disk).hint(hint));
+                // A parent that nobody is connected to may be waited for in vain. When its move comes again, it finds this one.
+                let are_parents = note.is_parent && image.in_chain.is_some_and(|image| image.is_parent);
+                let is_left = are_parents && self.is_file(&half, &note).await?;
+                if !is_left || remove_half(self.files, &half).await.is_err() {
+                    let what = "a disk of this name is being moved here by another move";
+                    let hint = "wait for it; or, when it is given up, `spile receive DIR --remove NAME`";
+                    return Err(Error::new(ErrorKind::Busy, what).at_path(disk).hint(hint));
+                }
             }
             Some(note) if note.state == ReceivedState::Making => remove_if_there(self.files, &half).await?,
             _ => {}
         }
-        self.make(&disk, id, size_bytes, format).await
+        Ok((self.make(disk, image).await?, true))
+    }
+
+    /// Removes what an earlier attempt has begun, of which `note` is the note. The note stays: until there is another one, it names a file that is not there.
+    async fn remove_earlier(&self, disk: &Path, note: Received) -> Result<()> {
+        let half = names::receiving(disk);
+        match self.find(disk, note.clone()).await? {
+            Some((found, _)) if found.state == ReceivedState::Whole => return Err(is_whole(disk)),
+            Some(_) => {}
+            None if note.state == ReceivedState::Making => {}
+            None if !is_free(self.files, &half).await => return Err(other_half(&half)),
+            None => {}
+        }
+        if note.state == ReceivedState::HandingOver {
+            self.remove_keeper(disk).await?;
+        }
+        remove_if_there(self.files, &half).await
+    }
+
+    /// True when a parent of this name has come here, has its name, and is `like` that and as long. False when nothing has the name.
+    ///
+    /// # Errors
+    /// `Exists` when something else has the name; the system's.
+    pub async fn find_parent(&self, name: &str, id: Identity, size_bytes: u64, like: &Like) -> Result<bool> {
+        let disk = self.disk(name)?;
+        if is_free(self.files, &disk).await {
+            return Ok(false);
+        }
+        let other = |why: String| {
+            let what = format!("another file has this name: {why}");
+            let hint = "move the disk to another folder; or flatten it there: --chain flatten";
+            Err(Error::new(ErrorKind::Exists, what).at_path(&disk).hint(hint))
+        };
+        let note = Received::read(self.files, &disk).await?;
+        let is_ours = |note: &Received| note.id == id || is_earlier_attempt(note.id, id);
+        if let Some(note) = &note
+            && note.state == ReceivedState::HandingOver
+            && is_ours(note)
+            && self.is_keeper(&disk).await?
+        {
+            return Ok(false);
+        }
+        if let Some(note) = note.filter(|note| is_ours(note) && !note.is_parent)
+            && self.find(&disk, note).await?.is_some_and(|(note, _)| note.state == ReceivedState::Whole)
+        {
+            return Err(is_whole(&disk));
+        }
+        let Some((place, _)) = self.parent(&disk).await? else {
+            return other("it has not come here as a parent".to_owned());
+        };
+        if (place.format, place.size_bytes) != (like.format, size_bytes) {
+            let (format, len_bytes) = (place.format, place.size_bytes);
+            return other(format!("it is a {format} of {len_bytes} bytes, and not a {} of {size_bytes}", like.format));
+        }
+        let uuid = self.open_parent(&place).await?.handles()[0].image().identity();
+        match like.uuid.is_none() || like.uuid == uuid {
+            true => Ok(true),
+            false => other("its UUID is another".to_owned()),
+        }
+    }
+
+    /// The parent at `disk`, which has come here and has its name, and by which move. What a process has left to do that ended right after it has given the name is done.
+    async fn parent(&self, disk: &Path) -> Result<Option<(Place, Identity)>> {
+        let Some(note) = Received::read(self.files, disk).await?.filter(|note| note.is_parent) else { return Ok(None) };
+        let (before, is_deleted) = (note.state, !is_free(self.files, &names::gone(disk)).await);
+        match self.find(disk, note).await? {
+            Some((note, place)) if note.state == ReceivedState::Whole && !is_deleted => {
+                if before != ReceivedState::Whole {
+                    self.settle(disk, &note).await?;
+                }
+                Ok(Some((place, note.id)))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Opens a parent for reading: until it is dropped, nobody writes to it.
+    async fn open_parent(&self, place: &Place) -> Result<GraphOf<F>> {
+        let options = OpenOptions { format: Some(place.format), read_only: true, ..OpenOptions::default() };
+        Box::pin(Graph::open(self.files, self.env.clone(), place.path.as_path(), &options)).await
     }
 
     /// The old image that the disk has left here by the move `of`, as the half of the move `id`, by which it comes back. It may be the half of another move
@@ -215,16 +368,14 @@ impl<F: Files> Receiver<'_, F> {
             Some(note) => (self.is_file(&half, note).await?, note.id == id),
             None => (false, false),
         };
-        let other_move = |note: &Received| {
-            let what = format!("a disk of this name is being moved here by another move, {}", to_hex(note.id));
-            Error::new(ErrorKind::Exists, what).at_path(&disk)
-        };
+        let other_move =
+            || Error::new(ErrorKind::Exists, "a disk of this name is being moved here by another move").at_path(&disk);
         let other = before.as_ref().filter(|_| !is_own);
         if let Some(note) = other
             && (!is_taken || note.state != ReceivedState::Half)
             && !is_free(self.files, &half).await
         {
-            return Err(other_move(note));
+            return Err(other_move());
         }
         let path = if is_taken { &half } else { &image };
         // Whoever has it open for writing may write to it, and nobody can open it so now.
@@ -239,7 +390,7 @@ impl<F: Files> Receiver<'_, F> {
         if look(&images).await.is_none_or(|look| look != left.image.look) {
             let what = "the old image, or a parent of it, was written to or replaced since the disk has left";
             let written = Error::new(ErrorKind::Denied, what).at_path(path);
-            return Err(other.filter(|_| is_taken).map_or(written, other_move));
+            return Err(other.filter(|_| is_taken).map_or(written, |_| other_move()));
         }
         if !is_taken {
             refuse_taken(self.files, &half).await?;
@@ -248,13 +399,13 @@ impl<F: Files> Receiver<'_, F> {
             self.forget_changes(&disk).await?;
             let (format, state, file) = (left.image.format, ReceivedState::Half, (self.which)(&store));
             // In this order: a half has its note.
-            Received { id, size_bytes, format, state, file }.write(self.files, &disk).await?;
+            Received { id, size_bytes, format, state, file, is_parent: false }.write(self.files, &disk).await?;
         }
         if !is_taken {
             self.files.rename(&image, &half).await?;
         }
         drop(store);
-        Ok(Place { path: half, format: left.image.format, size_bytes })
+        Ok(Place { path: half, format: left.image.format, size_bytes, is_parent: false, is_sealed: false })
     }
 
     /// Refuses to go on with the copy of the move `id` when that is whole: it has its name, and whoever is here may use it. Whoever asks has the
@@ -265,6 +416,24 @@ impl<F: Files> Receiver<'_, F> {
     pub async fn check_half(&self, name: &str, id: Identity) -> Result<Place> {
         let disk = self.disk(name)?;
         let (note, place) = self.of_move(&disk, id).await?;
+        self.half_again(&disk, note, place).await
+    }
+
+    /// The half that the attempt `of` of a move has begun is that of the later attempt `id` from now on.
+    ///
+    /// # Errors
+    /// As [`Receiver::check_half`].
+    pub async fn take_over(&self, name: &str, id: Identity, of: Identity) -> Result<Place> {
+        let disk = self.disk(name)?;
+        let note = Received::read(self.files, &disk).await?;
+        let is_meant = |note: &Received| note.id == id || note.id == of && is_earlier_attempt(of, id);
+        let Some(note) = note.filter(is_meant) else { return Err(no_such_move(&disk)) };
+        let Some((mut note, place)) = self.find(&disk, note).await? else { return Err(no_such_move(&disk)) };
+        if note.state == ReceivedState::Whole {
+            return Err(is_whole(&disk));
+        }
+        note.id = id;
+        note.write(self.files, &disk).await?;
         self.half_again(&disk, note, place).await
     }
 
@@ -341,23 +510,54 @@ impl<F: Files> Receiver<'_, F> {
         Ok((place, note.state))
     }
 
-    async fn make(&self, disk: &Path, id: Identity, size_bytes: u64, format: Format) -> Result<Place> {
-        let half = names::receiving(disk);
+    /// As [`Receiver::go_on`], for whoever writes to the image.
+    ///
+    /// # Errors
+    /// As [`Receiver::go_on`]; `Denied` for a parent that has its name.
+    pub async fn write_on(&self, name: &str, id: Identity) -> Result<(Place, ReceivedState)> {
+        let (place, state) = self.go_on(name, id).await?;
+        if place.is_sealed { Err(is_whole(&place.path)) } else { Ok((place, state)) }
+    }
+
+    async fn make(&self, disk: &Path, image: &Begun<'_>) -> Result<Place> {
+        let (half, &Begun { id, size_bytes, format, in_chain }) = (names::receiving(disk), image);
         refuse_taken(self.files, disk).await?;
         refuse_taken(self.files, &half).await?;
+        // The parent is open, so that nobody writes to it, until the new image names it.
+        let below = match in_chain.and_then(|image| image.below.as_ref()) {
+            Some(below) => Some(self.below(disk, below).await?),
+            None => None,
+        };
+        let mut new = match &below {
+            Some(below) => new_child(&below.handles()[0].info(), size_bytes, below.handles()[0].path())?,
+            None => NewImage::new(size_bytes),
+        };
+        new.uuid = in_chain.and_then(|image| image.like.uuid);
         // What was noted of a disk that is gone says nothing of this one.
         self.forget_changes(disk).await?;
-        let state = ReceivedState::Making;
-        let mut note = Received { id, size_bytes, format, state, file: "-".to_owned() };
+        let (state, is_parent) = (ReceivedState::Making, in_chain.is_some_and(|image| image.is_parent));
+        let mut note = Received { id, size_bytes, format, state, file: "-".to_owned(), is_parent };
         note.write(self.files, disk).await?;
         let store = self.files.create(&half, 0).await?;
-        let new = NewImage::new(size_bytes);
         format.create(&store, &**self.env, &new).await?;
         store.sync().await?;
         (note.state, note.file) = (ReceivedState::Half, (self.which)(&store));
         drop(store);
         note.write(self.files, disk).await?;
-        Ok(Place { path: half, format, size_bytes })
+        Ok(Place { path: half, format, size_bytes, is_parent, is_sealed: false })
+    }
+
+    /// The parent that the image of `disk` is to be made over.
+    async fn below(&self, disk: &Path, below: &Below) -> Result<GraphOf<F>> {
+        let path = self.disk(&below.name)?;
+        let found = if path == disk { None } else { self.parent(&path).await? };
+        match found.filter(|(_, by)| below.by.is_none_or(|meant| meant == *by)) {
+            Some((place, _)) => self.open_parent(&place).await,
+            None => {
+                let what = "the parent that this image is to be made over is not here, or another image has its name";
+                Err(Error::new(ErrorKind::Denied, what).at_path(&path).hint("begin the move again"))
+            }
+        }
     }
 
     /// Where the image of `note` is, if it is there and no other file in its place; and the note as it is true. An image that has its name is whole: a process
@@ -372,8 +572,9 @@ impl<F: Files> Receiver<'_, F> {
                 if path == disk {
                     note.state = ReceivedState::Whole;
                 }
-                let place = Place { path: path.to_owned(), format: note.format, size_bytes: note.size_bytes };
-                return Ok(Some((note, place)));
+                let (path, is_sealed) = (path.to_owned(), note.is_parent && path == disk);
+                let Received { format, size_bytes, is_parent, .. } = note;
+                return Ok(Some((note, Place { path, format, size_bytes, is_parent, is_sealed })));
             }
         }
         Ok(None)
@@ -401,8 +602,9 @@ impl<F: Files> Receiver<'_, F> {
         let half = names::receiving(&disk);
         let (mut note, place) = self.of_move(&disk, id).await?;
         if place.path == half {
-            // Where a disk went that was there says nothing about this one.
+            // Where a disk went that was there says nothing about this one; nor does what was to become of an image that was deleted.
             remove_if_there(self.files, &names::moved(&disk)).await?;
+            Gone::remove(self.files, &disk).await?;
             match self.files.link(&half, &disk).await {
                 Err(error)
                     if error.kind() == ErrorKind::Exists
@@ -419,33 +621,44 @@ impl<F: Files> Receiver<'_, F> {
             }
         }
         note.state = ReceivedState::Whole;
-        note.write(self.files, &disk).await?;
-        if self.is_file(&half, &note).await? {
-            self.files.remove(&half).await?;
-        }
-        // Nobody reads these any more.
-        let _ = remove_if_there(self.files, &names::left(&disk)).await;
-        let _ = remove_if_there(self.files, &names::new_changes(&disk)).await;
+        self.settle(&disk, &note).await?;
         if let Some(store) = open {
             store.set_path(&disk);
         }
-        Ok(Place { path: disk, ..place })
+        let is_sealed = note.is_parent;
+        Ok(Place { path: disk, is_sealed, ..place })
     }
 
-    /// The half-made image of the move `id` goes, and so does its note.
+    /// The image at `disk` has its name, as `note` says from now on. It loses the hidden one, and what nobody reads any more goes.
+    async fn settle(&self, disk: &Path, note: &Received) -> Result<()> {
+        let half = names::receiving(disk);
+        note.write(self.files, disk).await?;
+        if self.is_file(&half, note).await? {
+            self.files.remove(&half).await?;
+        }
+        let _ = remove_if_there(self.files, &names::left(disk)).await;
+        let _ = remove_if_there(self.files, &names::new_changes(disk)).await;
+        Ok(())
+    }
+
+    /// The half-made image of the move `id` goes, and so does its note: also one that an earlier attempt of that has begun.
     ///
     /// # Errors
     /// `NotFound` when there is none; `Denied` when it is whole; the system's.
     pub async fn drop_half(&self, name: &str, id: Identity) -> Result<()> {
         let disk = self.disk(name)?;
         let note = Received::read(self.files, &disk).await?;
-        if note.as_ref().is_none_or(|note| note.id == id) {
+        let is_meant = |note: &Received| note.id == id || is_earlier_attempt(note.id, id);
+        if note.as_ref().is_none_or(is_meant) {
             // A process that ended while it wrote a note has left that.
             remove_if_there(self.files, &names::new_received(&disk)).await?;
         }
-        match note.filter(|note| note.id == id) {
+        match note.filter(is_meant) {
             None => Err(no_such_move(&disk)),
             Some(note) if note.state == ReceivedState::Whole || self.is_file(&disk, &note).await? => {
+                if note.is_parent {
+                    self.settle(&disk, &Received { state: ReceivedState::Whole, ..note }).await?;
+                }
                 Err(Error::new(ErrorKind::Denied, "the disk was handed over, and is whole").at_path(&disk))
             }
             Some(note) => {
@@ -481,7 +694,7 @@ impl<F: Files> Receiver<'_, F> {
         }
         remove_if_there(self.files, &path).await?;
         drop(self.files.create(&path, len_bytes).await?);
-        Ok(Place { path, format: Format::Raw, size_bytes: len_bytes })
+        Ok(Place { path, format: Format::Raw, size_bytes: len_bytes, is_parent: false, is_sealed: false })
     }
 
     /// The disk of this name that was handed over here.
@@ -502,7 +715,10 @@ impl<F: Files> Receiver<'_, F> {
             return Err(Error::new(ErrorKind::Busy, what).at_path(&disk));
         }
         match self.is_file(&disk, &note).await? {
-            true => Ok(Place { path: disk, format: note.format, size_bytes: note.size_bytes }),
+            true => {
+                let Received { format, size_bytes, is_parent, .. } = note;
+                Ok(Place { path: disk, format, size_bytes, is_parent, is_sealed: is_parent })
+            }
             false => Err(no_such_disk(&disk)),
         }
     }
@@ -514,6 +730,24 @@ impl<F: Files> Receiver<'_, F> {
     }
 }
 
+/// An image that is to be there.
+struct Begun<'a> {
+    id: Identity,
+    size_bytes: u64,
+    format: Format,
+    in_chain: Option<&'a InChain>,
+}
+
+fn other_half(half: &Path) -> Error {
+    let what = "the file is not the one that this move has begun with";
+    Error::new(ErrorKind::Denied, what).at_path(half).hint("remove it, or put it back")
+}
+
+/// What whoever asks for a parent is told when nothing has its name.
+pub fn is_free_here() -> Error {
+    Error::new(ErrorKind::Denied, IS_FREE)
+}
+
 /// What the other host is told of a copy that has its name, in these words.
 pub(super) const IS_WHOLE: &str =
     "this copy is whole and has its name: nothing more is written to it by the job that has made it";
@@ -522,8 +756,11 @@ fn is_whole(disk: &Path) -> Error {
     Error::new(ErrorKind::Denied, IS_WHOLE).at_path(disk).hint("another copy needs another name")
 }
 
+/// What whoever gives an order about an image is told that is not there, or is another move's by now.
+pub(super) const NO_IMAGE: &str = "there is no image of this move here";
+
 fn no_such_move(disk: &Path) -> Error {
-    Error::new(ErrorKind::NotFound, "there is no image of this move here").at_path(disk)
+    Error::new(ErrorKind::NotFound, NO_IMAGE).at_path(disk)
 }
 
 fn no_old_image(disk: &Path) -> Error {
@@ -541,12 +778,14 @@ mod tests {
     #[test]
     fn a_note_is_read_back_only_when_it_is_whole() {
         for state in [ReceivedState::Making, ReceivedState::Half, ReceivedState::HandingOver, ReceivedState::Whole] {
-            let (id, file) = (Identity([9; 16]), "7".to_owned());
-            let note = Received { id, size_bytes: 1 << 30, format: Format::Vhd, state, file };
-            let text = note.to_text();
-            assert_eq!(Received::from_text(&text).as_ref(), Some(&note));
-            for len in 0..text.len() {
-                assert_eq!(Received::from_text(&text[..len]), None, "{:?}", &text[..len]);
+            for is_parent in [false, true] {
+                let (id, file) = (Identity([9; 16]), "7".to_owned());
+                let note = Received { id, size_bytes: 1 << 30, format: Format::Vhd, state, file, is_parent };
+                let text = note.to_text();
+                assert_eq!(Received::from_text(&text).as_ref(), Some(&note));
+                for len in 0..text.len() {
+                    assert_eq!(Received::from_text(&text[..len]), None, "{:?}", &text[..len]);
+                }
             }
         }
     }

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use spile_core::{Error, ErrorKind, Result};
 use spile_front_nbd::{Find, Found, Wanted};
 use spile_image::layer::{Identity, Layer as _};
-use spile_life::motion::{Order, ReceivedState, not_now};
+use spile_life::motion::{Order, ReceivedState, is_free_here, not_now};
 use spile_store::{LINK_CONTEXT, READER_CONTEXT};
 
-use super::house::{House, Lease, Room, Use, Who};
+use super::house::{House, Lease, Room, Tried, Use, Who};
 use crate::look;
 use crate::serving::disks::ServedDisk;
 
@@ -27,13 +27,12 @@ impl Find<ServedDisk> for Door {
             };
             let room = self.0.room(name);
             let found = match order {
-                Some(Order::GoOn { id, link }) => self.go_on(&room, wanted, id, link).await,
+                Some(Order::GoOn { id, link }) => self.go_on(&room, wanted, id, link).await.map_err(not_now),
                 Some(Order::Marks { id, len_bytes }) => self.take_marks(&room, wanted, id, len_bytes).await,
                 Some(Order::Marked { id }) => self.adopt_marks(&room, id).await,
-                Some(Order::Finish { id }) => self.finish(&room, id).await,
-                // Whoever has no answer to it begins anew, with all that the disk holds.
-                Some(order @ Order::Back { .. }) => self.obey(&room, order).await.map_err(not_now),
-                Some(order) => self.obey(&room, order).await,
+                Some(Order::Finish { id }) => self.finish(&room, id).await.map_err(not_now),
+                // Whoever takes what may go by for an answer gives the move up, or begins it anew with all that the disk holds.
+                Some(order) => self.obey(&room, order).await.map_err(not_now),
                 None => self.whole(&room, wanted).await,
             };
             self.0.leave(room);
@@ -83,6 +82,21 @@ impl Door {
                 refuse_link(&receiver.disk(name)?)?;
                 receiver.begin(name, id, size_bytes).await.map_err(refused)?;
             }
+            Order::BeginInChain { id, size_bytes, image } => {
+                refuse_link(&receiver.disk(name)?)?;
+                let begun = Box::pin(receiver.begin_in_chain(name, id, size_bytes, &image));
+                let (_, is_new) = begun.await.map_err(refused)?;
+                if is_new {
+                    // Whoever is connected to the half of an earlier attempt writes to a file without a name.
+                    room.forget();
+                }
+            }
+            Order::TakeOver { id, of } => drop(receiver.take_over(name, id, of).await?),
+            Order::Find { id, size_bytes, like } => {
+                if !Box::pin(receiver.find_parent(name, id, size_bytes, &like)).await.map_err(refused)? {
+                    return Err(is_free_here());
+                }
+            }
             Order::Back { id, of, size_bytes } => {
                 refuse_link(&receiver.disk(name)?)?;
                 let look = async |paths: &[PathBuf]| look::of_old_image(paths).await;
@@ -106,7 +120,10 @@ impl Door {
     async fn finish(&self, room: &Arc<Room>, id: Identity) -> Result<Found<ServedDisk>> {
         let (house, name) = (&self.0, room.name.as_str());
         let receiver = house.receiver();
-        let (_, state) = receiver.go_on(name, id).await.map_err(refused)?;
+        let (place, state) = receiver.go_on(name, id).await.map_err(refused)?;
+        if place.is_parent {
+            return self.finish_parent(room, id).await;
+        }
         let lease = match state {
             ReceivedState::Whole => None,
             _ => Some(self.have_open(room, id).await?),
@@ -120,6 +137,37 @@ impl Door {
         let store = graph.as_ref().map(|graph| graph.handles()[0].image().store());
         let place = receiver.finish(name, id, store).await.map_err(refused)?;
         tracing::info!("{}: is whole, and was handed over", place.path.display());
+        Ok(house.answer())
+    }
+
+    /// As [`Door::finish`], of a parent. Nobody writes to it any more when it has its name, so no link that writes is there by then; and it is closed before anybody
+    /// uses it, because it is open for writing here.
+    async fn finish_parent(&self, room: &Arc<Room>, id: Identity) -> Result<Found<ServedDisk>> {
+        let (house, name) = (&self.0, room.name.as_str());
+        let lease = room.wait(async || {
+            let receiver = house.receiver();
+            let (place, state) = receiver.go_on(name, id).await.map_err(refused)?;
+            let lease = match house.enter(room, &place, Use::Reads).await? {
+                Tried::In(lease) if state == ReceivedState::Whole || !lease.stop_writer() => lease,
+                Tried::In(_) => {
+                    let what = "what came by a link is still being written";
+                    return Ok(Tried::Busy(Error::new(ErrorKind::Busy, what)));
+                }
+                busy => return Ok(busy),
+            };
+            let disk = &lease.open().disk;
+            if state != ReceivedState::Whole {
+                disk.flush_once().await?;
+            }
+            let graph = disk.graph_now();
+            let store = graph.as_ref().map(|graph| graph.handles()[0].image().store());
+            receiver.finish(name, id, store).await.map_err(refused)?;
+            room.forget();
+            house.end_link(name);
+            Ok(Tried::In(lease))
+        });
+        drop(lease.await?);
+        tracing::info!("{name:?}: is whole, as the parent of a disk that comes");
         Ok(house.answer())
     }
 
@@ -145,7 +193,7 @@ impl Door {
         let house = &self.0;
         room.wait(async || {
             let receiver = house.receiver();
-            let (place, state) = receiver.go_on(&room.name, id).await?;
+            let (place, state) = receiver.write_on(&room.name, id).await?;
             let is_half = state != ReceivedState::Whole;
             house.enter(room, &place, Use::Writes { who: Who::Named(link), peer: wanted.peer, is_half }).await
         })
@@ -163,6 +211,7 @@ impl Door {
         room.wait(async || {
             let receiver = house.receiver();
             let place = receiver.whole(&room.name).await?;
+            let how = if place.is_sealed { Use::Reads } else { how };
             house.enter(room, &place, how).await
         })
         .await

@@ -155,6 +155,13 @@ impl Lease {
         self.writer.as_ref().map_or(&self.of.readers, |writer| &writer.server).clone()
     }
 
+    /// True when a link writes to the disk: nothing comes by it from now on but what was begun.
+    pub fn stop_writer(&self) -> bool {
+        let writer = relock(&self.of.writer);
+        writer.iter().for_each(|writer| writer.server.stop());
+        writer.is_some()
+    }
+
     /// Another connection of the same client would be another link.
     pub fn is_alone(&self) -> bool {
         self.writer.as_ref().is_some_and(|writer| writer.who == Who::Nameless)
@@ -293,6 +300,14 @@ impl House {
         }
     }
 
+    /// The last link of the half `name` does not come again.
+    pub fn end_link(&self, name: &str) {
+        let mut links = relock(&self.links);
+        if let Some(last) = links.last.remove(name) {
+            links.end(last);
+        }
+    }
+
     /// One more connection to the disk at `place`, which is opened if it is not open. The caller has the room for itself.
     ///
     /// # Errors
@@ -304,7 +319,7 @@ impl House {
         {
             return Err(Error::new(ErrorKind::Denied, "another link has come in the place of this one"));
         }
-        let of = match room.open() {
+        let of = match self.open_at(room, place).await? {
             Some(open) => open,
             None => match Box::pin(self.open_disk(&room.name, place)).await {
                 // The last connection to it may have ended just now.
@@ -351,14 +366,30 @@ impl House {
         lease(Some(writer))
     }
 
+    /// The image at `place`, if it is open. Another file that had this name before, and is open still, is none of it: nobody is let in to that any more.
+    async fn open_at(&self, room: &Room, place: &ReceivedPlace) -> Result<Option<Arc<OpenDisk>>> {
+        let Some(open) = room.open() else { return Ok(None) };
+        let graph = open.disk.graph().await;
+        if self.tools.files.is_at(graph.handles()[0].image().store(), &place.path).await? {
+            return Ok(Some(open));
+        }
+        room.forget();
+        Ok(None)
+    }
+
     async fn open_disk(&self, name: &str, place: &ReceivedPlace) -> Result<OpenDisk> {
-        let options = OpenOptions { format: Some(place.format), ..OpenOptions::default() };
+        let read_only = place.is_sealed;
+        let options = OpenOptions { format: Some(place.format), read_only, ..OpenOptions::default() };
         let graph = Box::pin(disks::open_keeping(self.access.cache, &Locator::from(&place.path), &options)).await?;
         let checkpoints = Checkpoints::none(self.access);
-        checkpoints.open(&graph).await?;
+        if !read_only {
+            checkpoints.open(&graph).await?;
+        }
         graph.begin();
         let disk = Arc::new(node(graph).with_troubles(trouble::of_disk(name.to_owned(), Policy::default())));
-        checkpoints.attach(&disk).await?;
+        if !read_only {
+            checkpoints.attach(&disk).await?;
+        }
         let readers = Arc::new(server(&self.engine, &self.nbd, name, &disk, true)?);
         Ok(OpenDisk { disk, checkpoints, users: AtomicUsize::new(0), readers, writer: Mutex::default() })
     }

@@ -628,12 +628,10 @@ fn plan_move(graph: &Graph<HostStore>, new: &NewJob) -> Result<Move> {
     };
     let to = match to.parse()? {
         Locator::Path(to) => to,
-        Locator::Nbd(_) if keeps_chain => {
-            let what = "an export is one image: the disk's chain cannot be kept there";
-            let error = Error::new(ErrorKind::Unsupported, what);
-            return Err(error.hint(
-                "move it without --chain keep: all that its parents show goes along; or mount the other host's folder here, and move the disk to that path",
-            ));
+        Locator::Nbd(_) if keeps_chain && given.is_some_and(|format| format != Format::Raw) => {
+            let what =
+                "with --chain keep, `spile receive` makes the image in the format that the extension of its name says";
+            return Err(Error::new(ErrorKind::InvalidInput, what).hint("leave --to-format out, and name the disk so"));
         }
         Locator::Nbd(uri) => {
             let id = Some(Identity(OsEnv.random_16()));

@@ -7,9 +7,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use spile_core::{Disk, Env, Error, ErrorKind, Files, Locator, OpenMode, Result, Store};
+use spile_image::Broken as BrokenMove;
 use spile_image::layer::{Identity, Layer};
 use spile_image::{Graph, OpenOptions};
-use spile_life::motion::{Order, Received, ReceivedPlace, ReceivedState, Receiver};
+use spile_life::motion::{Order, Received, ReceivedPlace, ReceivedState, Receiver, is_free_here};
 use spile_life::names;
 use spile_node::Node;
 
@@ -220,6 +221,20 @@ impl House {
     async fn obey(&self, receiver: &Receiver<'_, HouseFiles>, order: Order, name: &str) -> Result<()> {
         match order {
             Order::Begin { id, size_bytes } => receiver.begin(name, id, size_bytes).await.map_err(refused).map(drop),
+            Order::BeginInChain { id, size_bytes, image } => {
+                let (_, is_new) = receiver.begin_in_chain(name, id, size_bytes, &image).await.map_err(refused)?;
+                if is_new {
+                    lock(&self.open).remove(name);
+                }
+                Ok(())
+            }
+            Order::TakeOver { id, of } => receiver.take_over(name, id, of).await.map(drop),
+            Order::Find { id, size_bytes, like } => {
+                match receiver.find_parent(name, id, size_bytes, &like).await.map_err(refused)? {
+                    true => Ok(()),
+                    false => Err(is_free_here()),
+                }
+            }
             Order::Ask { id } if self.broken == Broken::WholeIsHalf => receiver.go_on(name, id).await.map(drop),
             Order::Ask { id } => receiver.check_half(name, id).await.map(drop),
             Order::HandOver { id } => {
@@ -247,7 +262,7 @@ impl House {
     async fn whole(self: &Arc<Self>, name: &str, link: Identity) -> Result<Arc<Lease>> {
         self.wait(async |receiver| {
             let place = receiver.whole(name).await?;
-            self.enter(name, &place, Some(link), false).await
+            self.enter(name, &place, Some(link).filter(|_| !place.is_sealed), false).await
         })
         .await
     }
@@ -255,7 +270,7 @@ impl House {
     /// The image of a move. While it is half, a new link takes the place of the one before.
     async fn go_on(self: &Arc<Self>, name: &str, id: Identity, link: Identity) -> Result<Arc<Lease>> {
         self.wait(async |receiver| {
-            let (place, state) = receiver.go_on(name, id).await?;
+            let (place, state) = receiver.write_on(name, id).await?;
             self.enter(name, &place, Some(link), state != ReceivedState::Whole).await
         })
         .await
@@ -273,7 +288,11 @@ impl House {
             spawn_in(THERE, Box::pin(late));
             return Ok(());
         }
-        let state = self.with_receiver(async |receiver| receiver.go_on(name, id).await).await.map_err(refused)?.1;
+        let (place, state) =
+            self.with_receiver(async |receiver| receiver.go_on(name, id).await).await.map_err(refused)?;
+        if place.is_parent {
+            return self.finish_parent(name, id).await;
+        }
         let lease = match state {
             ReceivedState::Whole => None,
             _ => {
@@ -292,6 +311,30 @@ impl House {
         let graph = node.and_then(|node| node.graph_now());
         let store = graph.as_ref().map(|graph| graph.handles()[0].image().store());
         self.with_receiver(async |receiver| receiver.finish(name, id, store).await).await.map_err(refused).map(drop)
+    }
+
+    /// As [`House::finish`], of a parent: no link that writes is there when it gets its name.
+    async fn finish_parent(self: &Arc<Self>, name: &str, id: Identity) -> Result<()> {
+        let finished = self.wait(async |receiver| {
+            let (place, state) = receiver.go_on(name, id).await.map_err(refused)?;
+            let Some(lease) = self.enter(name, &place, None, false).await? else { return Ok(None) };
+            if state != ReceivedState::Whole && lock(&lease.of.writer).is_some() {
+                lease.of.stop();
+                return Ok(None);
+            }
+            if state != ReceivedState::Whole && self.broken != Broken::Move(BrokenMove::ParentUnflushed) {
+                lease.of.node.flush_once().await?;
+            }
+            let graph = lease.of.node.graph_now();
+            let store = graph.as_ref().map(|graph| graph.handles()[0].image().store());
+            receiver.finish(name, id, store).await.map_err(refused)?;
+            lock(&self.open).remove(name);
+            if let Some(last) = lock(&self.last).remove(name) {
+                lock(&self.ended).push(last);
+            }
+            Ok(Some(lease))
+        });
+        finished.await.map(drop)
     }
 
     /// Tries to use a disk until that is possible. Others come to their turn between two tries.
@@ -365,7 +408,7 @@ impl House {
     }
 
     async fn open_disk(&self, place: &ReceivedPlace) -> Result<OpenDisk> {
-        let options = OpenOptions { format: Some(place.format), ..OpenOptions::default() };
+        let options = OpenOptions { format: Some(place.format), read_only: place.is_sealed, ..OpenOptions::default() };
         let graph = Graph::open(&self.files, self.env.clone(), Locator::from(&place.path), &options).await?;
         graph.begin();
         let (writer, users, is_stopped, connections) = Default::default();

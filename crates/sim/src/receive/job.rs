@@ -5,13 +5,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
-use spile_core::{Env, ErrorKind, Locator};
-use spile_image::Format;
+use spile_core::{Disk as _, Env, ErrorKind, Extent, Locator, Segments};
 use spile_image::layer::Identity;
+use spile_image::{Format, Graph, OpenOptions};
 use spile_life::Work;
 use spile_life::jobs::{Job, Plan, State, Wishes};
 use spile_life::motion::{Move, Received, old_image};
 use spile_life::names;
+use spile_node::Aligned;
 
 use super::house::FOLDER;
 use super::link::export;
@@ -52,11 +53,14 @@ impl Host {
             let stays = rng.chance(1, 5);
             // Who writes to a copy that is whole writes to its file.
             let extension = if stays || rng.chance(1, 2) { "raw" } else { "vhd" };
+            // A copy that stays is raw, and has no parents.
+            let keeps_chain = !self.parents.is_empty() && !stays && rng.chance(3, 4);
+            let extension = if keeps_chain { "vhd" } else { extension };
             let plan = Plan::Move(Move {
                 to: export(&format!("disk{}.{extension}", self.begun.get())),
                 format: Format::Raw,
                 deletes_source: rng.chance(1, 3),
-                keeps_chain: false,
+                keeps_chain,
                 stays,
                 has_no_mark: false,
                 id: Some(Identity(self.here.env().random_16())),
@@ -69,7 +73,7 @@ impl Host {
 
     /// One job, and what must be true when it has ended.
     async fn job(self: &Rc<Self>, node: &LinkNode, plan: Plan, rng: &mut Rng) -> State {
-        let Plan::Move(Move { to, deletes_source, stays, .. }) = &plan else {
+        let Plan::Move(Move { to, deletes_source, stays, keeps_chain, .. }) = &plan else {
             panic!("a job that nobody has begun: {plan:?}")
         };
         let name = name_of(to);
@@ -77,6 +81,8 @@ impl Host {
         if *stays {
             self.copies.borrow_mut().insert(name.clone());
         }
+        let found = self.parents.iter().filter(|name| *keeps_chain && self.there.has_disk(&there_at(name))).count();
+        self.count(|summary| summary.parents_found += found as u64);
         let (troubles, was_there) = (self.there.troubles.load(SeqCst), self.there.house().is_some());
         let limit_bytes_per_s = rng.chance(1, 4).then_some(1 << 20);
         let job = Arc::new(Job::new(Wishes { limit_bytes_per_s, ..Wishes::default() }));
@@ -123,6 +129,7 @@ impl Host {
                 self.count(|summary| {
                     (summary.moved, summary.busy) = (summary.moved + 1, summary.busy + u64::from(is_busy));
                     summary.troubled += u64::from(had_trouble);
+                    summary.kept += u64::from(*keeps_chain);
                 });
             }
             Err(error) => {
@@ -142,6 +149,8 @@ impl Host {
                     turns(1).await;
                     let is_left = self.has_half(&name) && !is_whole_copy;
                     assert!(!is_left, "a move that was given up has left a half there: {error:?}");
+                    let half = self.parents.iter().find(|name| self.has_half(name));
+                    assert!(half.is_none(), "a move that was given up has left a half of {half:?} there: {error:?}");
                 }
                 self.count(|summary| summary.ended_early += 1);
             }
@@ -178,24 +187,41 @@ impl Host {
         }
     }
 
+    /// Each parent that has its name on the other host shows there what it shows here.
+    pub(super) async fn check_parents(&self) {
+        let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+        for name in self.parents.iter().filter(|name| self.there.has_disk(&there_at(name))) {
+            let (one, other) = (self.here_at(name), there_at(name));
+            let here = Graph::open(&self.here.files(), self.here.env(), one.as_path(), &options).await;
+            let there = Graph::open(&self.there.world.files(), self.there.world.env(), other.as_path(), &options).await;
+            let (here, there) = (Arc::new(here.expect("a parent opens")), there);
+            let there =
+                Arc::new(there.unwrap_or_else(|error| panic!("the parent {name} does not open there: {error:?}")));
+            let bytes = [here, there].map(|graph| (Aligned::new(graph), Segments::zeroed(self.size_bytes as usize)));
+            for (disk, into) in &bytes {
+                disk.read(Extent::from_range(0..self.size_bytes), into).await.expect("a parent reads");
+            }
+            assert!(bytes[0].1.to_vec() == bytes[1].1.to_vec(), "the parent {name} there is another one than here");
+        }
+    }
+
     /// An operator removes the halves of moves that nobody goes on with.
     pub(super) async fn clean_up(&self) {
         let files = self.there.world.files();
-        for number in 1..=self.begun.get() {
-            for name in [format!("disk{number}.raw"), format!("disk{number}.vhd")] {
-                let note = Received::read(&files, &there_at(&name)).await;
-                let note = note.unwrap_or_else(|error| panic!("a note there cannot be read: {error:?}"));
-                // Without a note, any move may ask for that.
-                let id = note.map_or(Identity([0; 16]), |note| note.id);
-                let was_left = self.has_half(&name);
-                let house = self.there.house().expect("the process there has begun");
-                let dropped = house.with_receiver(async |receiver| receiver.drop_half(&name, id).await).await;
-                match dropped {
-                    Ok(()) => self.count(|summary| summary.left += 1),
-                    Err(error) => {
-                        let is_whole = self.there.has_disk(&there_at(&name));
-                        assert!(!was_left || is_whole, "what was left cannot be removed: {error:?}");
-                    }
+        let disks = (1..=self.begun.get()).flat_map(|number| ["raw", "vhd"].map(|end| format!("disk{number}.{end}")));
+        for name in disks.chain(self.parents.iter().map(|name| (*name).to_owned())) {
+            let note = Received::read(&files, &there_at(&name)).await;
+            let note = note.unwrap_or_else(|error| panic!("a note there cannot be read: {error:?}"));
+            // Without a note, any move may ask for that.
+            let id = note.map_or(Identity([0; 16]), |note| note.id);
+            let was_left = self.has_half(&name);
+            let house = self.there.house().expect("the process there has begun");
+            let dropped = house.with_receiver(async |receiver| receiver.drop_half(&name, id).await).await;
+            match dropped {
+                Ok(()) => self.count(|summary| summary.left += 1),
+                Err(error) => {
+                    let is_whole = self.there.has_disk(&there_at(&name));
+                    assert!(!was_left || is_whole, "what was left cannot be removed: {error:?}");
                 }
             }
         }

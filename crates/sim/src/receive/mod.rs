@@ -11,6 +11,7 @@
 //!   the copy, which gets its name by the same order as before.
 //! - **A move goes on through every trouble of the other host** once it has begun, and one that is given up leaves nothing there that cannot be removed.
 //! - **Nobody writes to a copy that is whole**, and that somebody uses there.
+//! - **A parent has its name there only when it is the parent**: in one seed of four a disk has parents, and most moves take them along.
 
 mod house;
 mod job;
@@ -18,14 +19,14 @@ mod link;
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
 use spile_core::{ErrorKind, Locator, Result};
-use spile_image::formats::vhd::CreateParams;
 use spile_image::formats::vhd::codec::footer::DiskType;
+use spile_image::formats::vhd::{CreateParams, VhdParent};
 use spile_image::{Broken as BrokenMove, Format, Graph, OpenOptions};
 use spile_life::{Sizes, changes, motion, names, recover};
 use spile_node::Node;
@@ -43,6 +44,9 @@ use crate::world::World;
 use house::There;
 use job::there_at;
 use link::{EndStore, LinkFiles, export};
+
+/// The parents of a disk that has some, the lowest first.
+const PARENTS: [&[&str]; 3] = [&["base.vhd"], &["base.raw", "parent.vhd"], &["base.vhd", "parent.vhd"]];
 
 type LinkNode = Arc<Node<Graph<EndStore>>>;
 
@@ -104,6 +108,8 @@ struct Host {
     sizes: Sizes,
     /// The disk's path, for as long as it is here.
     at: PathBuf,
+    /// Its parents, the lowest first.
+    parents: &'static [&'static str],
     /// The name there of the last move.
     to: RefCell<Option<String>>,
     begun: Cell<u64>,
@@ -136,6 +142,10 @@ summary! {
         pub resumed: u64,
         /// Such jobs that found a half of which something was noted.
         pub taken_up: u64,
+        /// Disks that were moved with their parents.
+        pub kept: u64,
+        /// Parents that were there when a move began that needed them.
+        pub parents_found: u64,
         /// Copies of disks that stayed.
         pub copied: u64,
         /// Such copies that somebody used.
@@ -170,6 +180,11 @@ pub fn run_receive(seed: u64, broken: Broken, trace: bool) -> Result<ReceiveSumm
     }
     let tracking = Tracking::new(here.clone(), changes::Broken::Nothing);
     let sizes = Sizes { batch_bytes: 1 << 20, piece_bytes: 4096 << rng.below(5), ..Sizes::default() };
+    // Drawn beside all else: a seed without parents does what it did before there were any.
+    let parents = {
+        let mut rng = rng.split(93);
+        if rng.chance(1, 4) { *rng.pick(&PARENTS) } else { &[][..] }
+    };
     let host = Rc::new(Host {
         here: here.clone(),
         there: Arc::new(There::new(there.clone(), rng.split(91), broken)),
@@ -178,7 +193,8 @@ pub fn run_receive(seed: u64, broken: Broken, trace: bool) -> Result<ReceiveSumm
         size_bytes,
         block_bytes,
         sizes: Sizes { noted_bytes: rng.below(16) << 12, ..sizes },
-        at: if rng.chance(1, 3) { "/images/disk.raw" } else { "/images/disk.vhd" }.into(),
+        at: if rng.chance(1, 3) && parents.is_empty() { "/images/disk.raw" } else { "/images/disk.vhd" }.into(),
+        parents,
         to: RefCell::default(),
         begun: Cell::new(0),
         copies: RefCell::default(),
@@ -216,6 +232,7 @@ impl Host {
         self.use_copies();
         let host = self.clone();
         executor.spawn(async move {
+            host.check_parents().await;
             host.clean_up().await;
         });
         executor.finish(u64::MAX);
@@ -292,26 +309,47 @@ impl Host {
         self.here.file_number(&self.at).is_some()
     }
 
-    /// Makes the disk, durable, with something in it.
+    /// Makes the disk, durable, with something in it, over parents with something in them.
     fn fill(self: &Rc<Self>, rng: &mut Rng) {
-        let (host, word) = (self.clone(), rng.word());
-        block_on(&self.here, async move {
-            host.make().await.unwrap_or_else(|error| panic!("cannot create an image: {error:?}"));
-            let (files, env) = (host.files(), host.here.env());
-            let opened = Graph::open(&files, env, host.at.as_path(), &OpenOptions::default()).await;
-            let graph = opened.unwrap_or_else(|error| panic!("a new image does not open: {error:?}"));
-            host.workload(Arc::new(Node::new(graph))).fill(Rng::new(word)).await;
-        });
+        let images: Vec<PathBuf> =
+            self.parents.iter().map(|name| self.here_at(name)).chain([self.at.clone()]).collect();
+        for (number, path) in images.iter().cloned().enumerate() {
+            let (host, word) = (self.clone(), rng.word());
+            let parent = number.checked_sub(1).map(|below| images[below].clone());
+            block_on(&self.here, async move {
+                let made = host.make(&path, parent).await;
+                made.unwrap_or_else(|error| panic!("cannot create an image: {error:?}"));
+                let (files, env) = (host.files(), host.here.env());
+                let opened = Graph::open(&files, env, path.as_path(), &OpenOptions::default()).await;
+                let graph = opened.unwrap_or_else(|error| panic!("a new image does not open: {error:?}"));
+                host.workload(Arc::new(Node::new(graph))).fill(Rng::new(word)).await;
+            });
+        }
     }
 
-    async fn make(&self) -> Result<()> {
-        if self.at.extension().is_some_and(|extension| extension == "raw") {
-            self.here.install_empty(&self.at, self.size_bytes);
+    /// The path of the image `name` here.
+    fn here_at(&self, name: &str) -> PathBuf {
+        self.at.with_file_name(name)
+    }
+
+    async fn make(&self, path: &Path, parent: Option<PathBuf>) -> Result<()> {
+        if path.extension().is_some_and(|extension| extension == "raw") {
+            self.here.install_empty(path, self.size_bytes);
             return Ok(());
         }
-        let mut params = CreateParams::new(DiskType::Dynamic, self.size_bytes);
+        let mut params = match parent {
+            None => CreateParams::new(DiskType::Dynamic, self.size_bytes),
+            Some(at) => {
+                let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+                let parent = Graph::open(&self.here.files(), self.here.env(), at.as_path(), &options).await?;
+                let uuid = parent.layers()[0].identity.map_or([0; 16], |identity| identity.0);
+                let name = at.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                let (relative_path, absolute_path, timestamp) = (name.clone(), None, 0);
+                CreateParams::child(self.size_bytes, VhdParent { relative_path, absolute_path, uuid, timestamp, name })
+            }
+        };
         params.block_size_bytes = self.block_bytes;
-        self.here.install_vhd(&self.at, &params).await
+        self.here.install_vhd(path, &params).await
     }
 
     /// One life of the process here.

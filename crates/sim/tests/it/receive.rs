@@ -16,6 +16,7 @@ fn three_hundred_seeds_find_nothing() {
     println!("{all:?}");
     assert!(all.moved > 100 && all.busy > 80 && all.found > 200, "too little happened: {all:?}");
     assert!(all.troubled > 15 && all.taken_up > 15 && all.resumed > 80, "too little trouble: {all:?}");
+    assert!(all.kept > 15 && all.parents_found > 8, "too few parents went along: {all:?}");
     assert!(all.used > 8 && all.ended_early > 40 && all.left > 5, "too little happened: {all:?}");
 }
 
@@ -58,6 +59,21 @@ fn a_name_that_is_told_of_before_it_is_there_is_found() {
 #[test]
 fn a_name_that_is_not_kept_for_a_disk_that_comes_is_found() {
     bites(Broken::NameNotKept, 132, "does not open there");
+}
+
+#[test]
+fn a_parent_that_gets_its_name_before_it_is_durable_is_found() {
+    bites(Broken::Move(BrokenMove::ParentUnflushed), 0, "the parent ");
+}
+
+#[test]
+fn an_image_of_an_earlier_attempt_that_is_gone_on_with_is_found() {
+    bites(Broken::Move(BrokenMove::OldAttempt), 0, " reads ");
+}
+
+#[test]
+fn what_a_disk_has_given_up_and_its_copy_over_parents_there_still_has_is_found() {
+    bites(Broken::Move(BrokenMove::GivenUpLeftOut), 0, " reads ");
 }
 
 #[test]

@@ -30,7 +30,7 @@ pub struct MoveArgs {
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     to_format: Option<Format>,
     /// What becomes of the disk's parents: `flatten` has the new image hold all that they show; `keep` copies them, too, as files of their own, beside the
-    /// new image (to a path on this host only)
+    /// new image: to a path on this host, or to `spile receive` on another one
     #[arg(long, value_name = "HOW", default_value = "flatten")]
     chain: Chain,
     /// Remove the old image once the disk has been handed over

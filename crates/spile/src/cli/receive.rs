@@ -26,6 +26,9 @@ use crate::uri::Address;
 /// DIR/NAME, and the other host's guest goes on with it through this process; once the other host has let go of it, a server of this host can be
 /// started with it. Nothing that is there is overwritten, and nothing outside of DIR is touched.
 ///
+/// With `--chain keep` there, the disk's parents come first, each as a file of its own. One that has come before is used again when it is the same. Nobody writes to a
+/// parent that has come here; `spile delete` says that no disk needs it any more.
+///
 /// Whoever may connect may put disks into DIR, and read and write those that were moved there. So a TCP address needs TLS with certificates of both
 /// sides (--tls-cert, --tls-key, --tls-ca); --insecure does without. SIGTERM or SIGINT ends it in order; moves that are under way wait
 /// for the next one.
@@ -60,10 +63,10 @@ pub struct ReceiveArgs {
     /// How I/O is done: auto takes io_uring where the kernel has and allows it, else Linux AIO, else helper threads
     #[arg(long, value_name = "auto|uring|aio|threads", value_parser = parse_engine, default_value = "auto")]
     engine: EngineKind,
-    /// List the disks that have come to DIR, or are half there
+    /// List the disks that have come to DIR, and their parents, or are half there
     #[arg(long, conflicts_with_all = ["nbd", "remove"])]
     list: bool,
-    /// Remove the half of the disk NAME that a move which is given up has left in DIR
+    /// Remove the half of the disk NAME, or of a parent, that a move which is given up has left in DIR
     #[arg(long, value_name = "NAME", conflicts_with = "nbd")]
     remove: Option<String>,
     /// With --remove: also a half that may be the disk (`handing-over`). Look first that the disk is at its old path on the other host
@@ -95,6 +98,8 @@ pub struct ReceivedDisk {
     format: String,
     /// False when its file is not there any more.
     is_there: bool,
+    /// It is a parent of a disk that was moved here with its chain, or is being moved.
+    is_parent: bool,
 }
 
 /// Runs `spile receive`.
@@ -155,6 +160,7 @@ fn list(args: &ReceiveArgs) -> Result<Exit> {
         virtual_size_bytes: known.note.size_bytes,
         format: known.note.format.to_string(),
         is_there: known.is_there,
+        is_parent: known.note.is_parent,
     });
     let disks: Vec<ReceivedDisk> = disks.collect();
     if args.json {
@@ -163,7 +169,8 @@ fn list(args: &ReceiveArgs) -> Result<Exit> {
     for disk in &disks {
         let gone = if disk.is_there { "" } else { ", and its file is gone" };
         let size = format_size(disk.virtual_size_bytes);
-        say(format_args!("{}: {size}, {}, {}{gone}", disk.name, disk.format, disk.state));
+        let parent = if disk.is_parent { ", a parent" } else { "" };
+        say(format_args!("{}: {size}, {}, {}{parent}{gone}", disk.name, disk.format, disk.state));
     }
     Ok(Exit::Ok)
 }

@@ -35,6 +35,7 @@ mod qcow2_life;
 mod rebase;
 mod receive;
 mod receive_back;
+mod receive_chain;
 mod receive_marks;
 mod report;
 mod revert;

@@ -137,7 +137,7 @@ fn a_chain_that_cannot_be_kept_is_refused_and_nothing_changes() {
         assert!(said.contains(says), "{to}: {said}");
     };
     refused("new/x.raw", "a raw has no parent");
-    refused("nbd://localhost/x", "an export is one image");
+    refused("nbd://localhost/x.raw", "a raw has no parent");
     refused("new/mid.vhd", "two of its images would be");
     // Other images have the parents' names: of another kind, of another UUID, of another size, and with other bytes.
     fs::write(dir.join("new/mid.vhd"), vec![7; MIB]).unwrap();

@@ -72,12 +72,14 @@ pub struct CreateParams {
     pub block_size_bytes: u32,
     /// The parent, for differencing disks only.
     pub parent: Option<VhdParent>,
+    /// The UUID; `None` = a new one.
+    pub uuid: Option<[u8; 16]>,
 }
 
 impl CreateParams {
     /// An empty disk without a parent, in blocks of 2 MiB.
     pub fn new(disk_type: DiskType, size_bytes: u64) -> Self {
-        Self { disk_type, size_bytes, block_size_bytes: DEFAULT_BLOCK_BYTES, parent: None }
+        Self { disk_type, size_bytes, block_size_bytes: DEFAULT_BLOCK_BYTES, parent: None, uuid: None }
     }
 
     /// A differencing disk on `parent`, in blocks of 2 MiB.
@@ -98,7 +100,7 @@ impl CreateParams {
             (_, Some(parent)) => Self::child(new.size_bytes, VhdParent::from_new(parent)),
         };
         let block_size_bytes = new.unit_bytes.unwrap_or(params.block_size_bytes);
-        Ok(Self { block_size_bytes, ..params })
+        Ok(Self { block_size_bytes, uuid: new.uuid.map(|uuid| uuid.0), ..params })
     }
 }
 
@@ -191,12 +193,17 @@ impl CreateParams {
     }
 
     fn footer(&self, env: &dyn Env) -> Footer {
-        let mut uuid = env.random_16();
-        // Version 4, variant 1 of RFC 9562: random. So it is never the null UUID either.
-        uuid[6] = uuid[6] & 0x0f | 0x40;
-        uuid[8] = uuid[8] & 0x3f | 0x80;
+        let uuid = self.uuid.unwrap_or_else(|| new_uuid(env));
         Footer::new(self.disk_type, self.size_bytes, uuid, env.now_unix_s())
     }
+}
+
+/// A UUID of version 4, variant 1 of RFC 9562: random. So it is never the null UUID either.
+fn new_uuid(env: &dyn Env) -> [u8; 16] {
+    let mut uuid = env.random_16();
+    uuid[6] = uuid[6] & 0x0f | 0x40;
+    uuid[8] = uuid[8] & 0x3f | 0x80;
+    uuid
 }
 
 impl VhdParent {
