@@ -8,11 +8,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use futures_util::future::{Either, select};
-use spile_core::{Disk as _, Error, ErrorKind, Extent, Locator, Result, Segments};
+use spile_core::{Disk as _, Error, ErrorKind, Extent, Files as _, Locator, Result, Segments};
 use spile_engine::{Engine, sleep};
 use spile_front::Peer;
 use spile_front_nbd::{Export, Found, Server as NbdServer, ServerConfig};
-use spile_image::layer::Identity;
+use spile_image::layer::{Identity, Layer as _};
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::motion::{ANSWER, ANSWER_BYTES, ReceivedPlace, Receiver};
 use spile_node::{Node, Policy};
