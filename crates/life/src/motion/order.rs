@@ -32,7 +32,7 @@ pub enum Order {
         /// Which image it is.
         image: InChain,
     },
-    /// Asks for a parent of this name: is there one that has come here, and is it like this? A name that nothing has is told by [`IS_FREE`].
+    /// Asks for a parent of this name: is there one that has come here, and is it like this? The answer to a name that nothing has is a refusal in words of its own.
     Find {
         /// The identity of the move that needs it.
         id: Identity,

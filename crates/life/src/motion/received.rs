@@ -294,6 +294,7 @@ impl<F: Files> Receiver<'_, F> {
             Err(Error::new(ErrorKind::Exists, what).at_path(&disk).hint(hint))
         };
         let note = Received::read(self.files, &disk).await?;
+        let is_settled = note.as_ref().is_some_and(|note| note.state == ReceivedState::Whole);
         let is_ours = |note: &Received| note.id == id || is_earlier_attempt(note.id, id);
         if let Some(note) = &note
             && note.state == ReceivedState::HandingOver
@@ -307,9 +308,13 @@ impl<F: Files> Receiver<'_, F> {
         {
             return Err(is_whole(&disk));
         }
-        let Some((place, _)) = self.parent(&disk).await? else {
+        let Some((place, note)) = self.parent(&disk).await? else {
             return other("it has not come here as a parent".to_owned());
         };
+        if !is_settled {
+            // A process has ended right after it has given the name.
+            self.settle(&disk, &note).await?;
+        }
         if (place.format, place.size_bytes) != (like.format, size_bytes) {
             let (format, len_bytes) = (place.format, place.size_bytes);
             return other(format!("it is a {format} of {len_bytes} bytes, and not a {} of {size_bytes}", like.format));
@@ -321,19 +326,12 @@ impl<F: Files> Receiver<'_, F> {
         }
     }
 
-    /// The parent at `disk`, which has come here and has its name, and by which move. What a process has left to do that ended right after it has given the name is done.
-    async fn parent(&self, disk: &Path) -> Result<Option<(Place, Identity)>> {
+    /// The parent at `disk`, which has come here and has its name, and its note as it is true.
+    async fn parent(&self, disk: &Path) -> Result<Option<(Place, Received)>> {
         let Some(note) = Received::read(self.files, disk).await?.filter(|note| note.is_parent) else { return Ok(None) };
-        let (before, is_deleted) = (note.state, !is_free(self.files, &names::gone(disk)).await);
-        match self.find(disk, note).await? {
-            Some((note, place)) if note.state == ReceivedState::Whole && !is_deleted => {
-                if before != ReceivedState::Whole {
-                    self.settle(disk, &note).await?;
-                }
-                Ok(Some((place, note.id)))
-            }
-            _ => Ok(None),
-        }
+        let is_deleted = !is_free(self.files, &names::gone(disk)).await;
+        let found = self.find(disk, note).await?.filter(|(note, _)| note.state == ReceivedState::Whole && !is_deleted);
+        Ok(found.map(|(note, place)| (place, note)))
     }
 
     /// Opens a parent for reading: until it is dropped, nobody writes to it.
@@ -551,7 +549,7 @@ impl<F: Files> Receiver<'_, F> {
     async fn below(&self, disk: &Path, below: &Below) -> Result<GraphOf<F>> {
         let path = self.disk(&below.name)?;
         let found = if path == disk { None } else { self.parent(&path).await? };
-        match found.filter(|(_, by)| below.by.is_none_or(|meant| meant == *by)) {
+        match found.filter(|(_, note)| below.by.is_none_or(|meant| meant == note.id)) {
             Some((place, _)) => self.open_parent(&place).await,
             None => {
                 let what = "the parent that this image is to be made over is not here, or another image has its name";

@@ -156,10 +156,6 @@ fn a_move_that_is_cancelled_leaves_whole_parents_that_nobody_writes_to() {
         assert!(said.contains("parent of a disk that is moved") || said.contains("reading only"), "{said}");
         ok(dir, &["info", &place]);
     }
-    ok(dir, &["create", "there/child.vhd", "--parent", "there/base.raw"]);
-    let said = fails(dir, 1, &["coalesce", "there/child.vhd"]);
-    assert!(said.contains("has come here as a parent") || said.contains("another format"), "{said}");
-    ok(dir, &["delete", "there/child.vhd"]);
     // The next move uses it.
     let inode = file(dir, "there/base.raw").0;
     ok(
@@ -253,6 +249,31 @@ fn answer_as_older(mut client: UnixStream) -> std::io::Result<()> {
         }
         client.write_all(words.as_bytes())?;
     }
+}
+
+#[test]
+fn a_parent_that_has_come_stays_as_it_is_until_it_is_deleted() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::create_dir(dir.join("there")).unwrap();
+    let there = receive(dir);
+    let id = "a7".repeat(16);
+    let order = |order: String| Client::connect(&there.export(&format!(".spile-receive/{order}"))).map(drop);
+    order(format!("begin-in-chain/{id}/{}/parent/vhd/-/-/-/p.vhd", 4 * MIB)).unwrap();
+    order(format!("finish/{id}/p.vhd")).unwrap();
+    let_go(dir, "there/p.vhd");
+    let refused = |args: &[&str], says: &str| {
+        let said = fails(dir, 1, args);
+        assert!(said.contains(says), "{args:?}: {said}");
+    };
+    // No child is here yet; and when another one than the disk that comes is here, it is not merged into it.
+    refused(&["serve", "there/p.vhd", "--nbd", "unix:w", "--control", "none"], "parent of a disk that is moved");
+    ok(dir, &["create", "there/c.vhd", "--parent", "there/p.vhd"]);
+    refused(&["coalesce", "there/c.vhd"], "has come here as a parent");
+    ok(dir, &["delete", "there/p.vhd"]);
+    ok(dir, &["gc", "there"]);
+    assert_eq!(names(dir), ["c.vhd"]);
+    assert!(there.terminate().success());
 }
 
 /// What was on its way for long is carried out when another process of the old host, and so another attempt of the move, has begun.
