@@ -184,9 +184,10 @@ async fn remove_file<F: Files>(tools: &Tools<'_, F>, path: &Path, store: &F::Sto
     if !files.is_at(store, path).await? {
         return Err(Error::new(ErrorKind::NotFound, "the image is not at its path any more").at_path(path));
     }
+    // Before its file: another one of this name is no parent that has come here.
+    forget_parent(files, path).await?;
     files.remove(path).await?;
     remove_if_there(files, &names::set(path)).await?;
-    forget_parent(files, path).await?;
     Gone::remove(files, path).await?;
     Ok(path.to_owned())
 }

@@ -233,8 +233,12 @@ async fn open_place<F: Files>(
         let taken = loop {
             tries += 1;
             match place.take_up(work, source, plan, &copied).await {
-                // It is a disk of that host by now, and stays so.
-                Err(error) if error.to_string().contains(received::IS_WHOLE) => return Err(error),
+                // It is a disk of that host by now, and stays so; or nobody knows what it is.
+                Err(error)
+                    if [received::IS_WHOLE, place::NOT_KNOWN].iter().any(|text| error.to_string().contains(text)) =>
+                {
+                    return Err(error);
+                }
                 // The other host may come back; and the kernel may not have wound up the process that was killed.
                 Err(error) if place.may_come_back() || error.kind() == ErrorKind::Busy && tries < MOST_TRIES => {
                     work.job.set_status(status.clone());

@@ -10,7 +10,8 @@
 //! # Why no other bytes get below the disk
 //!
 //! - A parent that was there is compared from its first byte to its last, *after* the image above it was begun: from then on it has a child there, and nobody writes to it.
-//! - A parent that was sent is known by the move that has brought it. Whoever makes the image above it says which move that was.
+//! - A parent that was sent is known by the move that has brought it. Whoever makes the image above it says which move that was. Once there was trouble with the other host,
+//!   orders may be late, and have begun a parent anew: from then on, parents that were sent are compared as well.
 //! - How far a parent is filled is known to this process alone, and only what was flushed counts. When the link is cut, it goes on behind that, with the same half
 //!   or not at all. The next process knows nothing of it: it begins another attempt ([`next_attempt`](super::order::next_attempt)), for which the half is made anew.
 
@@ -41,8 +42,10 @@ pub(super) struct ParentsThere {
     sources: Option<Vec<String>>,
     /// The image that this process has begun, and is not done with.
     begun: Cell<Option<Begun>>,
-    /// The last parent that this process has sent.
+    /// The last parent that this process has sent, where no order can be late.
     sent: Cell<Option<usize>>,
+    /// An order has failed that may come late.
+    may_be_late: Cell<bool>,
     done_bytes: Cell<u64>,
 }
 
@@ -93,8 +96,8 @@ impl ParentsThere {
             return Err(Error::new(ErrorKind::InvalidInput, what).hint("rename it; or flatten it: --chain flatten"));
         }
         let names = [leaf.to_owned()].into_iter().chain(parents.iter().map(|name| order::to_uri(name))).collect();
-        let (begun, sent, done_bytes) = Default::default();
-        Ok(Some(Self { names, format, sources: sources_of(source), begun, sent, done_bytes }))
+        let (begun, sent, may_be_late, done_bytes) = Default::default();
+        Ok(Some(Self { names, format, sources: sources_of(source), begun, sent, may_be_late, done_bytes }))
     }
 
     /// How much has been copied and compared, in bytes.
@@ -126,6 +129,7 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
 
     /// True when `error` is one of the other host, or of the link, which may go by: it is worth another try.
     pub fn may_pass(&self, error: &Error) -> bool {
+        self.parents.may_be_late.set(true);
         // An order that was on its way for long may just have given a parent its name. And another move may send the same parent instead of this one, whose link was cut.
         let is_other = |text: &str| text.contains(IS_WHOLE) || text.contains(NO_IMAGE);
         let is_sent_otherwise = self.at.get() > 0 && is_other(&error.to_string());
@@ -146,13 +150,13 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
             self.at.set(number);
             self.status.set_parents(all - 1 - number, all - 1);
             Box::pin(self.begin(number)).await?;
-            if number + 1 == there && there < all && self.parents.sent.get() != Some(there) {
+            if number + 1 < all && self.parents.sent.get() != Some(number + 1) {
                 Box::pin(self.compare(number)).await?;
             }
             if number > 0 {
                 Box::pin(self.fill(number)).await?;
                 Box::pin(self.give(number, Order::Finish { id: self.id })).await?;
-                self.parents.sent.set(Some(number));
+                self.parents.sent.set((!self.parents.may_be_late.get()).then_some(number));
                 self.parents.begun.set(None);
             }
         }

@@ -26,6 +26,11 @@ use crate::names;
 use crate::snapshot::{new_child, remove_if_there, unit_of};
 use crate::work::{GraphOf, Work, is_no_image};
 
+/// What is told of a half on another host of which nobody knows any more what lies below it.
+pub(super) const NOT_KNOWN: &str =
+    "it is not certain any more that the half-made image on the other host lies over these parents";
+const BEGIN_AGAIN: &str = "nothing is lost: begin the move again";
+
 /// How long the other host may take to remove what a cancelled move has left, or to say what it has.
 const DROP_PATIENCE: Duration = Duration::from_secs(2);
 
@@ -214,7 +219,8 @@ impl Place {
             return Ok(Some(target));
         }
         let _ = target.close().await;
-        Ok(None)
+        // Begun once more by this attempt, it would be there still, and be taken for an empty one.
+        if self.sends_parents() { Err(Error::new(ErrorKind::Denied, NOT_KNOWN).hint(BEGIN_AGAIN)) } else { Ok(None) }
     }
 
     /// The disk's parents are sent to another host before it.
@@ -537,7 +543,14 @@ impl Place {
             // It takes its image for a half again.
             self.is_told.set(false);
         }
-        self.open(work, source).await
+        match self.open(work, source).await {
+            // It has said that the half is there. What it does not find is something else, such as a parent of that: the half is not begun anew for it.
+            Err(error) if self.sends_parents() && error.kind() == ErrorKind::NotFound => {
+                let what = "the other host has the half-made image, and cannot open it";
+                Err(Error::new(ErrorKind::Busy, what).caused_by(error))
+            }
+            opened => opened,
+        }
     }
 
     /// Opens the new image.
