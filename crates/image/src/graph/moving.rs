@@ -90,8 +90,6 @@ pub enum Broken {
     NamingNotNoted,
     /// A parent gets its name on another host before it is durable there.
     ParentUnflushed,
-    /// A process that was started anew goes on with images that another host has of an earlier attempt, without knowing what they hold.
-    OldAttempt,
 }
 
 /// A leaf that sinks into its parent: what stays the same from batch to batch.

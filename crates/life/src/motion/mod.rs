@@ -127,7 +127,7 @@ pub async fn run<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
 /// The move `plan` as this process is to do it. When a process before has begun it, and it goes to another host with the disk's parents, this is another attempt,
 /// and the note says so first: the other host knows by that which orders are late.
 async fn next_attempt<F: Files>(work: &Work<'_, F>, disk: &Path, plan: &Move) -> Result<Move> {
-    let is_counted = plan.keeps_chain && matches!(plan.to, Locator::Nbd(_)) && work.broken != Broken::OldAttempt;
+    let is_counted = plan.keeps_chain && matches!(plan.to, Locator::Nbd(_));
     let Some(id) = plan.id.filter(|_| is_counted) else { return Ok(plan.clone()) };
     let next = Move { id: Some(order::next_attempt(id)), ..plan.clone() };
     let (now, then) = (Plan::Move(plan.clone()), Plan::Move(next.clone()));

@@ -14,8 +14,8 @@ use spile_life::motion::{Order, Received, ReceivedPlace, ReceivedState, Receiver
 use spile_life::names;
 use spile_node::Node;
 
-use super::Broken;
 use super::link::Connection;
+use super::{Broken, PARENTS};
 use crate::exec::{Executor, Process, block_on, spawn_in};
 use crate::oracle::Crash;
 use crate::rng::Rng;
@@ -445,6 +445,10 @@ impl HouseFiles {
     fn is_half(path: &Path) -> bool {
         names::disk_of_half(path).is_some()
     }
+
+    fn is_half_of_parent(path: &Path) -> bool {
+        names::disk_of_half(path).is_some_and(|disk| PARENTS.concat().iter().any(|name| disk.ends_with(name)))
+    }
 }
 
 impl Files for HouseFiles {
@@ -456,7 +460,12 @@ impl Files for HouseFiles {
 
     async fn create(&self, path: &Path, len_bytes: u64) -> Result<SimStore> {
         let store = Files::create(&self.files, path, len_bytes).await?;
-        store.void_syncs(self.broken == Broken::HalfNotDurable && Self::is_half(path));
+        let is_void = match self.broken {
+            Broken::HalfNotDurable => Self::is_half(path),
+            Broken::Move(BrokenMove::ParentUnflushed) => Self::is_half_of_parent(path),
+            _ => false,
+        };
+        store.void_syncs(is_void);
         Ok(store)
     }
 

@@ -67,11 +67,6 @@ fn a_parent_that_gets_its_name_before_it_is_durable_is_found() {
 }
 
 #[test]
-fn an_image_of_an_earlier_attempt_that_is_gone_on_with_is_found() {
-    bites(Broken::Move(BrokenMove::OldAttempt), 0, " reads ");
-}
-
-#[test]
 fn what_a_disk_has_given_up_and_its_copy_over_parents_there_still_has_is_found() {
     bites(Broken::Move(BrokenMove::GivenUpLeftOut), 0, " reads ");
 }
