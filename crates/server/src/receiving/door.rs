@@ -162,7 +162,9 @@ impl Door {
             let graph = disk.graph_now();
             let store = graph.as_ref().map(|graph| graph.handles()[0].image().store());
             receiver.finish(name, id, store).await.map_err(refused)?;
+            // In this order: who comes next opens it for reading only.
             room.forget();
+            lease.open().close(name).await?;
             house.end_link(name);
             Ok(Tried::In(lease))
         });

@@ -468,7 +468,10 @@ fn server(
 
 impl OpenDisk {
     /// Ends the use of the image; again, it does nothing.
-    async fn close(&self, name: &str) -> Result<()> {
+    ///
+    /// # Errors
+    /// The storage's.
+    pub async fn close(&self, name: &str) -> Result<()> {
         self.readers.withdraw(name);
         let Some(graph) = self.disk.graph_now() else { return Ok(()) };
         self.disk.close().await?;

@@ -329,6 +329,7 @@ impl House {
             let store = graph.as_ref().map(|graph| graph.handles()[0].image().store());
             receiver.finish(name, id, store).await.map_err(refused)?;
             lock(&self.open).remove(name);
+            lease.of.close().await;
             if let Some(last) = lock(&self.last).remove(name) {
                 lock(&self.ended).push(last);
             }

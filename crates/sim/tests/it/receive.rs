@@ -48,7 +48,7 @@ fn a_copy_that_is_whole_and_is_gone_on_with_is_found() {
 
 #[test]
 fn a_half_that_is_noted_before_it_is_durable_is_found() {
-    bites(Broken::HalfNotDurable, 410, "without a fault");
+    bites(Broken::HalfNotDurable, 319, "without a fault");
 }
 
 #[test]
@@ -63,12 +63,12 @@ fn a_name_that_is_not_kept_for_a_disk_that_comes_is_found() {
 
 #[test]
 fn a_parent_that_gets_its_name_before_it_is_durable_is_found() {
-    bites(Broken::Move(BrokenMove::ParentUnflushed), 0, "the parent ");
+    bites(Broken::Move(BrokenMove::ParentUnflushed), 14, "the parent ");
 }
 
 #[test]
 fn what_a_disk_has_given_up_and_its_copy_over_parents_there_still_has_is_found() {
-    bites(Broken::Move(BrokenMove::GivenUpLeftOut), 0, " reads ");
+    bites(Broken::Move(BrokenMove::GivenUpLeftOut), 1151, " reads ");
 }
 
 #[test]
