@@ -29,6 +29,7 @@ use crate::facts::Facts;
 use crate::grace::Reader;
 use crate::layer::{EncodedUnit, Found, GivenBack, Identity, Layer, MapPiece, ParentRef, Reserved};
 use crate::measure::Space;
+use crate::room::HearRoom;
 
 formats! {
     "The guest's bytes as they are.",

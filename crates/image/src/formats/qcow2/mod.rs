@@ -29,6 +29,7 @@ mod parent;
 mod refcounts;
 mod reparent;
 mod resize;
+mod room;
 mod slices;
 mod write;
 mod writing;
@@ -53,6 +54,7 @@ use crate::facts::Facts;
 use crate::grace::Reader;
 use crate::layer::{EncodedUnit, Found, GivenBack, Identity, Layer, MapPiece, ParentRef};
 use crate::measure::Space;
+use crate::room::HearRoom;
 
 /// The format.
 pub struct Qcow2Format;
@@ -257,6 +259,16 @@ impl<S: Store> Layer<S> for Qcow2<S> {
 
     fn allocations(&self) -> u64 {
         self.writing.as_ref().map_or(0, |writing| writing.space().given_out)
+    }
+
+    fn watch_room(&self, hear: HearRoom) -> bool {
+        let Some(writing) = self.writing.as_ref().filter(|_| !self.store.info().grows_zeroed) else { return false };
+        writing.room.set(hear);
+        true
+    }
+
+    async fn look_for_room(&self) -> Result<()> {
+        self.look_for_more().await
     }
 
     async fn parent(&self) -> Result<Option<ParentRef>> {

@@ -17,6 +17,11 @@
 //! then leaves a file that ends with a guest's bytes. So a footer at the end does not count when a block of the image that the
 //! copy describes lies over it. For the footer of a fixed disk that case has no answer, for the guest of a fixed disk
 //! can write what looks like a copy as well: such a file is refused.
+//!
+//! **A device may end with what was left there.** A volume that was made longer ends with anything, also with the footer of a volume that was
+//! deleted, and images of one kind and size fit each other's footers. So on a device the copy counts, if the image fits it, before a footer at
+//! the end that has another UUID. When that footer is a fixed disk's, the device is refused: the guest of a fixed disk can write all that is
+//! at its start.
 
 use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
 
@@ -144,6 +149,7 @@ async fn choose<S: Store>(store: &S, end: Footer, trailing_bytes: u64, copy: Foo
     let is_data = covers(store, &copy, end_at).await?;
     let why_not_end = match is_data {
         true => Some(corrupt("the footer at the end lies in a block")),
+        false if end.uuid != copy.uuid && is_longer_device(store, &copy, end_at).await? => Some(left_behind()),
         false => misfit(store, &end, end_at).await?,
     };
     let Some(why_not_end) = why_not_end else {
@@ -163,11 +169,25 @@ async fn choose<S: Store>(store: &S, end: Footer, trailing_bytes: u64, copy: Foo
     Ok(Footers { footer: copy, trailing_bytes: if is_data { 0 } else { trailing_bytes }, uses_copy: true, other })
 }
 
+/// True for a device on which the image fits the copy at its start: what looks like a footer at its end may be left from another volume.
+async fn is_longer_device<S: Store>(store: &S, copy: &Footer, end_at: u64) -> Result<bool> {
+    Ok(!store.info().grows_zeroed && misfit(store, copy, end_at).await?.is_none())
+}
+
+fn left_behind() -> Error {
+    corrupt("the footer at the end is another image's, as a volume that was made longer may hold it")
+}
+
 /// Refuses a file that ends with the footer of a fixed disk, and begins as another image in which a block lies over that
-/// footer. One of the two was written by a guest.
+/// footer. One of the two was written by a guest. Refuses a device, too, whose footer at the end may have been left by another image.
 async fn refuse_doubt<S: Store>(store: &S, copy: Option<Footer>, end_at: u64) -> Result<()> {
     let Some(copy) = copy.filter(|copy| copy.disk_type != DiskType::Fixed) else { return Ok(()) };
     match covers(store, &copy, end_at).await? {
+        false if is_longer_device(store, &copy, end_at).await? => Err(corrupt(
+            "the device begins as a dynamic VHD and ends as a fixed one, as a volume that was made longer may do",
+        )
+        .at_offset(end_at)
+        .hint("if it was made longer, zero its last 512 bytes; if it is a fixed VHD, `spile convert --format raw` copies the bytes as they are")),
         false => Ok(()),
         true => Err(corrupt(
             "the file ends as a fixed VHD, and begins as another one in which the same bytes are a guest's data",

@@ -28,6 +28,7 @@ use crate::formats::raw::Raw;
 use crate::grace::Grace;
 use crate::loads::Loads;
 use crate::range_lock::RangeLock;
+use crate::room::RoomWatch;
 
 /// BAT bytes read at a time.
 const BAT_READ_BYTES: usize = 256 << 10;
@@ -79,7 +80,8 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
     let gaps = if how.read_only { Vec::new() } else { gaps(&layout, &sectors) };
     let head = Head { metadata_end: layout.metadata_end(), spare, footer, header, batmap: layout.batmap.clone() };
     let sparse = Sparse {
-        alloc: Alloc::new(next_free, gaps, keep_end, footers),
+        alloc: Alloc::new(next_free, gaps, keep_end, store.len_bytes(), footers),
+        room: RoomWatch::default(),
         bits: BitsCache::new(how.cache_bytes, layout.bitmap_bytes as usize),
         journal: Journal::new(layout.journal_on(&store), owner, generation),
         flusher: Flusher::new(has_batmap),
