@@ -302,6 +302,10 @@ pub enum Event {
     InUse(String, oneshot::Sender<Option<String>>),
     /// A disk has got its new size, or not.
     Resized(Resized),
+    /// The disk of this name wants a longer device.
+    WantsRoom(String),
+    /// The command that makes the device of the disk of this name longer has ended so.
+    RoomMade(String, Result<()>),
     /// The disk of this name has another graph now.
     Exchanged(String, Arc<Graph<HostStore>>),
 }

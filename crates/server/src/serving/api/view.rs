@@ -29,6 +29,7 @@ use crate::host_device::HostDevice;
 use crate::serving::disks::{Open, ServedDisk, layers_of};
 use crate::serving::doors::{Doors, blocking};
 use crate::serving::failed_syncs;
+use crate::serving::growing::{self, Growth};
 use crate::serving::jobs::{DiskJob, DiskJobs};
 use crate::serving::limits::{self, Groups};
 use crate::serving::metrics::Detail;
@@ -71,6 +72,7 @@ pub struct DiskView {
     jobs: Arc<DiskJobs>,
     checkpoints: Arc<Checkpoints>,
     pausing: Arc<Pausing>,
+    growth: Arc<Growth>,
     exports: Vec<Export>,
     meters: Vec<(FrontName, ReadMeter)>,
     spans: Vec<(FrontName, ReadSpans)>,
@@ -94,6 +96,7 @@ impl DiskView {
             jobs: open.jobs.clone(),
             checkpoints: open.checkpoints.clone(),
             pausing: open.pausing.clone(),
+            growth: open.growth.clone(),
             exports,
             meters,
             spans,
@@ -130,6 +133,7 @@ impl DiskView {
             paused,
             failed_sync: failed_sync.as_ref().map(FailedSync::from),
             waiting: waiting.as_ref().map(Waiting::new),
+            room: self.growth.show(),
             on_error: policy.on_error.to_string(),
             pause_at_most_s: policy.pause_at_most.map(|time| time.as_secs_f64()),
             shape: self.disk.shaping().shape().to_string(),
@@ -548,7 +552,7 @@ impl View {
     }
 
     /// Ends the pause `pause` of the disk of this name. When none is given, lets guests in that wait for a disk that moves between hosts.
-    /// Then tries all requests again that wait for trouble below it to pass.
+    /// Then tries all requests again that wait for trouble below it to pass, and has the disk take up what its device has gained.
     ///
     /// # Errors
     /// As [`View::find`]; `TimedOut` when this very pause is over; `Busy` when no pause is given and the disk is paused, or another host still
@@ -567,7 +571,24 @@ impl View {
                 None
             }
         };
-        Ok(Resumed { requests: disk.troubles().map_or(0, Troubles::try_again), paused_s })
+        let requests = disk.troubles().map_or(0, Troubles::try_again);
+        if let Ok(growth) = self.with(name, |disk| Ok(disk.growth.clone())) {
+            self.look_for_room(growth, disk);
+        }
+        Ok(Resumed { requests, paused_s })
+    }
+
+    /// Has the disk take up what its device has gained, if it lies on one. The caller does not wait for the disk's storage.
+    fn look_for_room(&self, growth: Arc<Growth>, disk: Arc<ServedDisk>) {
+        growth.forget_failures();
+        if growth.show().is_none() {
+            return;
+        }
+        self.spawn(move || async move {
+            if let Err(error) = growing::look(&disk).await {
+                tracing::warn!("what the disk's device may have gained cannot be taken up: {error}");
+            }
+        });
     }
 
     /// Accepts what a failed sync of the disk of this name may have lost: its flushes succeed again, unless a parent has lost something,
