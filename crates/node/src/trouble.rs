@@ -18,7 +18,7 @@
 //!
 //! A disk that finds no room below may have somebody make some ([`Troubles::with_room_maker`]). While that is under way, requests that find no
 //! room wait under either policy. Room may come between the failure of a request and the moment in which it would begin to wait, so it is tried
-//! once more first. When nobody makes room any more ([`Troubles::look_again`]), `Report` reports what has still found none.
+//! once more first, as any other try: not when its client is gone, and not when the server ends. When nobody makes room any more ([`Troubles::look_again`]), `Report` reports what has still found none.
 //!
 //! A waiting request holds its memory, and nothing else: no lock of a range and no share of an epoch. Trying a write again
 //! is safe because the guest has no answer to it. Whatever it writes to the same place meanwhile is concurrent with this
@@ -261,6 +261,12 @@ impl Troubles {
         let mut round = self.lock().round;
         while self.makes_room.is_some() && error.kind() == ErrorKind::NoSpace && error.may_pass() {
             let before = round;
+            if self.lock().is_leaving {
+                return Err(left_undone());
+            }
+            if has_ended(gone.as_mut()).await {
+                return Err(forsaken());
+            }
             error = match again(gone.as_mut()).await {
                 Ok(()) => return Ok(()),
                 Err(error) => error,
@@ -349,7 +355,7 @@ impl<'a> Patient<'a> {
     async fn next_step(&mut self, mut gone: Pin<&mut impl Future<Output = ()>>) -> Step {
         loop {
             let changed = self.troubles.changed.listen();
-            if poll_fn(|context| Poll::Ready(gone.as_mut().poll(context).is_ready())).await {
+            if has_ended(gone.as_mut()).await {
                 return Step::Forget;
             }
             let time = match self.look() {
@@ -460,6 +466,11 @@ impl Drop for Patient<'_> {
 
 fn in_ns(time: Duration) -> u64 {
     time.as_nanos().try_into().unwrap_or(u64::MAX)
+}
+
+/// True when `future` has ended by now.
+async fn has_ended(mut future: Pin<&mut impl Future<Output = ()>>) -> bool {
+    poll_fn(|context| Poll::Ready(future.as_mut().poll(context).is_ready())).await
 }
 
 /// Ends when one of the two does.

@@ -16,6 +16,8 @@ pub const OPTIONS: &str = "grow=COMMAND, grow-ahead=SIZE, grow-timeout=TIME";
 pub const DEFAULT_AHEAD_BYTES: u64 = 1 << 30;
 /// The longest time that a command may take.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
+/// No command may take longer. Guests give up long before.
+const MOST_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// What is said of the growth of a disk, or of all disks of a server.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -53,11 +55,15 @@ impl GrowOptions {
         }
     }
 
-    /// Refuses a program that could not be run.
+    /// Refuses a program that could not be run, and a time that is none.
     ///
     /// # Errors
-    /// `InvalidInput` when it is no absolute path, or no program; the system's.
+    /// `InvalidInput` when it is no absolute path, or no program, or may take more than a day; the system's.
     pub fn check(&self) -> Result<()> {
+        if self.timeout.is_some_and(|timeout| timeout > MOST_TIMEOUT) {
+            let what = "the command that makes a device longer may take a day at most";
+            return Err(Error::new(ErrorKind::InvalidInput, what).hint("a shorter time: --grow-timeout"));
+        }
         self.command.as_deref().map_or(Ok(()), check_program)
     }
 }
@@ -99,5 +105,17 @@ mod tests {
         assert_eq!(of("sh").unwrap_err().kind(), ErrorKind::InvalidInput);
         assert_eq!(of("/etc/passwd").unwrap_err().kind(), ErrorKind::InvalidInput);
         assert_eq!(of("/no/such").unwrap_err().kind(), ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn a_command_takes_a_day_at_most() {
+        let of = |timeout: &str| {
+            let mut options = GrowOptions::default();
+            options.read_option("grow-timeout", timeout).unwrap();
+            options.check()
+        };
+        of("86400").unwrap();
+        assert_eq!(of("86401").unwrap_err().kind(), ErrorKind::InvalidInput);
+        assert_eq!(of("18000000000000000000").unwrap_err().kind(), ErrorKind::InvalidInput);
     }
 }

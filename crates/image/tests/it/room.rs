@@ -360,6 +360,70 @@ fn what_was_left_at_the_end_of_a_longer_device_is_not_taken_for_its_footer() {
     assert_eq!(read(&world.open(VHD), 0..512), [1; 512]);
 }
 
+#[test]
+fn an_older_footer_of_the_image_itself_at_the_end_of_a_longer_device_is_not_taken_for_its_footer() {
+    let world = World::new();
+    let device = thin(&world, Format::Vhd);
+    let disk = world.open(VHD);
+    write(&disk, 3 * MIB, &[1; 512]);
+    block_on(disk.close()).unwrap();
+    let footer = footer_of(&device);
+    device.lengthen(4 * UNIT);
+    let stale = Footer { current_size_bytes: 3 * MIB + UNIT, ..footer.clone() };
+    device.patch(device.len() - 512, &stale.to_bytes());
+    let disk = world.open(VHD);
+    assert_eq!((disk.size_bytes(), read(&disk, 3 * MIB..3 * MIB + 512)), (4 * MIB, vec![1; 512]));
+    assert_eq!(footer_of(&device), footer);
+}
+
+#[test]
+fn the_parent_is_the_one_that_the_image_names_whatever_a_longer_device_ends_with() {
+    let world = World::new();
+    world.vhd("/dev/base.vhd", DiskType::Dynamic, 4 * MIB, UNIT as u32);
+    let device = world.child_on(VHD, DEVICE, "/dev/base.vhd", 4 * MIB, UNIT as u32);
+    device.lengthen(4 * UNIT);
+    for left in [DiskType::Dynamic, DiskType::Fixed].map(|disk_type| strange_footer(disk_type, 64 * KIB)) {
+        device.patch(device.len() - 512, &left);
+        let named = block_on(Format::Vhd.named_parent(&world.files.store(VHD)));
+        assert!(!matches!(named, Ok(None)), "the image is said to have no parent");
+    }
+}
+
+/// Whoever made the device longer may have done that while nobody had the disk open.
+#[test]
+fn a_vhds_footer_is_at_the_end_of_a_device_that_was_longer_at_open_before_blocks_are() {
+    let world = World::new();
+    let device = thin(&world, Format::Vhd);
+    let (footer, old_end) = (device.bytes(0, 512), device.len());
+    device.lengthen(8 * UNIT);
+    device.patch(device.len() - 512, &[9; 512]);
+    let disk = world.open(VHD);
+    (0..8).for_each(|unit| write(&disk, unit * UNIT, &[1; 512]));
+    assert!((0..8).any(|block| u64::from(entry_at(&device, block)) * 512 >= old_end));
+    assert_eq!(device.bytes(device.len() - 512, 512), footer);
+}
+
+#[test]
+fn what_was_released_is_used_again_though_the_length_of_the_device_cannot_be_read() {
+    for format in [Format::Qcow2, Format::Vhd] {
+        let world = World::new();
+        let device = thin(&world, format);
+        let disk = world.open(path(format));
+        let mut unit = 0;
+        while try_write(&disk, unit * UNIT, &[1; 512]).is_ok() {
+            unit += 1;
+        }
+        block_on(disk.discard(Extent::from_range(0..UNIT))).unwrap();
+        // It is given up then, and no flush has made it free or ready by itself.
+        disk.handles()[0].image().hold_space(format == Format::Qcow2);
+        let flushes = if format == Format::Qcow2 { 3 } else { 1 };
+        (0..flushes).for_each(|_| block_on(disk.flush()).unwrap());
+        device.fails_looks.store(true, Ordering::Relaxed);
+        write(&disk, unit * UNIT, &[2; 512]);
+        assert_eq!(try_write(&disk, (unit + 1) * UNIT, &[2; 512]).unwrap_err().kind(), ErrorKind::Io, "{format}");
+    }
+}
+
 /// The copy at the start is all that is left when somebody makes the device longer: at any time, and without a word.
 #[test]
 fn a_vhds_copy_of_the_footer_is_whole_before_blocks_are_prepared() {

@@ -384,6 +384,49 @@ fn a_request_that_is_tried_again_on_a_paused_disk_ends_with_its_client() {
     world.assert_quiet();
 }
 
+/// Finds no room for a request, once. What is told happens meanwhile.
+struct NoRoomAnd {
+    tries: AtomicU64,
+    happens: Box<dyn Fn() + Send + Sync>,
+}
+
+impl Stage for NoRoomAnd {
+    fn before<'a>(&'a self, _: Io<'a>) -> Option<Pending<'a>> {
+        (self.happens)();
+        let is_first = self.tries.fetch_add(1, SeqCst) == 0;
+        is_first.then(|| Box::pin(async { Err(Error::new(ErrorKind::NoSpace, "no room")) }) as _)
+    }
+
+    fn after<'a>(&'a self, _: Io<'a>, _: &Result<()>) -> Option<Pending<'a>> {
+        None
+    }
+}
+
+#[test]
+fn where_room_is_made_a_request_whose_client_is_gone_is_not_tried_again_either() {
+    let (world, _) = with_room_maker(Policy::default());
+    let (is_gone, memory) = (Arc::new(AtomicBool::new(false)), Segments::zeroed(512));
+    memory.copy_from_slice(0, &[9; 512]);
+    let goes = is_gone.clone();
+    let stage = Arc::new(NoRoomAnd { tries: AtomicU64::new(0), happens: Box::new(move || goes.store(true, SeqCst)) });
+    now(world.node.attach(Place::Fault, stage.clone())).unwrap();
+    let gone = poll_fn(|_| if is_gone.load(SeqCst) { Poll::Ready(()) } else { Poll::Pending });
+    let written = now(world.node.execute_for(Io::write(at(0, 512), &memory, false), gone));
+    assert_eq!(written.unwrap_err().kind(), ErrorKind::Shutdown);
+    assert_eq!((stage.tries.load(SeqCst), now(world.node.graph()).byte(0)), (1, 0));
+    world.assert_quiet();
+}
+
+#[test]
+fn where_room_is_made_a_server_that_ends_tries_nothing_again() {
+    let (world, _) = with_room_maker(Policy::default());
+    let stage = Arc::new(NoRoomAnd { tries: AtomicU64::new(0), happens: Box::new(|| ()) });
+    now(world.node.attach(Place::Fault, stage.clone())).unwrap();
+    world.troubles().leave();
+    assert_eq!(now(write(&world.node, 0, 512, 1)).unwrap_err().kind(), ErrorKind::Shutdown);
+    assert_eq!(stage.tries.load(SeqCst), 1);
+}
+
 #[test]
 fn a_flush_of_the_server_itself_does_not_wait() {
     let world = World::new(FOR_EVER);

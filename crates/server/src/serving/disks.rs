@@ -304,9 +304,11 @@ impl Opening {
         tell_failed_syncs(&graph, &spec.own_name(), &failed_syncs);
         let growth = Growth::new(spec.own_name(), &spec.grow.or(&self.grow));
         growth.watch(&graph);
-        let makes_room = growth.clone();
-        let troubles = trouble::of_disk(spec.own_name(), spec.policy(self.policy))
-            .with_room_maker(Box::new(move || makes_room.is_at_work()));
+        let mut troubles = trouble::of_disk(spec.own_name(), spec.policy(self.policy));
+        if growth.has_command() {
+            let makes_room = growth.clone();
+            troubles = troubles.with_room_maker(Box::new(move || makes_room.is_at_work()));
+        }
         let checkpoints = Arc::new(checkpoints);
         Open {
             name: spec.own_name(),

@@ -122,8 +122,11 @@ impl<S: Store> Qcow2<S> {
     async fn prepare_batch(&self, writing: &Writing, counts: &mut Refcounts) -> Result<()> {
         writing.check(&self.store)?;
         let mut found = self.find_free(counts, self.batch(writing)).await?;
+        if found.is_empty() && self.recycle(writing, counts).await? {
+            found = self.find_free(counts, self.batch(writing)).await?;
+        }
         // Whoever runs out asks whether the device is longer by now, and nobody else does.
-        if found.is_empty() && (self.has_grown().await? || self.recycle(writing, counts).await?) {
+        if found.is_empty() && self.has_grown().await? {
             found = self.find_free(counts, self.batch(writing)).await?;
         }
         let capacity = counts.capacity();

@@ -347,7 +347,8 @@ impl<S: Store> Sparse<S> {
             // A file may be as long as one block more needs, and no longer.
             done = self.prepare_step(1).await;
         }
-        match no_space(&done) && self.recycle(1).await? {
+        // What was released needs no longer device, and no answer of it.
+        match done.is_err() && self.recycle(1).await? {
             true => Ok(()),
             false => done,
         }

@@ -5,12 +5,13 @@
 //! The footer lies in the last sector of a device. A device that was made longer ends with anything: even with the footer of another image
 //! that lay there before. From the moment in which it is longer, the image opens by the footer's copy at the start. So:
 //!
+//! 0. Whoever opens the image for writes puts the footer at the device's end, if that is no footer of this image (`open`); sync.
 //! 1. The copy at the start is whole and durable before the first block of a session is prepared, whoever makes the device longer and when.
 //! 2. The footer is written at the new end; sync.
 //! 3. Only then blocks are placed behind the old end. The old footer is within a block's place, or in a gap in front of one, from then on.
 //!
-//! A crash before step 2 has ended leaves the copy. What looks like another image's footer at the new end then does not count where it says
-//! something else than the copy and the image does not fit it (`footers`). A crash afterwards leaves both. Each session begins with step 1
+//! A crash before step 2 has ended leaves the copy. A footer that was left at the new end then does not count where it describes another disk
+//! than the copy (`footers`). A crash afterwards leaves both. Each session begins with steps 0 and 1
 //! again, so two crashes in a row leave no more than one does.
 
 use spile_core::{ErrorKind, Result, Store};

@@ -134,6 +134,8 @@ pub struct MemFile {
     pub writes: AtomicU64,
     /// How often somebody has looked whether the file is longer.
     pub looks: AtomicU64,
+    /// Every such look fails while this is set.
+    pub fails_looks: AtomicBool,
     /// Every operation that changes the file fails while this is set.
     pub fails: AtomicBool,
     /// Every write at offset 0 fails while this is set.
@@ -424,6 +426,9 @@ impl Store for MemStore {
     async fn look_for_growth(&self) -> Result<u64> {
         self.pause().await;
         self.file.looks.fetch_add(1, Ordering::Relaxed);
+        if self.file.fails_looks.load(Ordering::Relaxed) {
+            return Err(self.fail(ErrorKind::Io, "the length cannot be read", 0));
+        }
         self.device_end.fetch_max(self.file.len(), Ordering::Relaxed);
         Ok(self.len_bytes())
     }
@@ -470,6 +475,7 @@ impl MemFiles {
             syncs: AtomicU64::new(0),
             writes: AtomicU64::new(0),
             looks: AtomicU64::new(0),
+            fails_looks: AtomicBool::new(false),
             fails: AtomicBool::new(false),
             fails_at_start: AtomicBool::new(false),
             fails_in: AtomicU64::new(0),

@@ -558,8 +558,9 @@ impl View {
     /// As [`View::find`]; `TimedOut` when this very pause is over; `Busy` when no pause is given and the disk is paused, or another host still
     /// writes to it.
     pub async fn resume(&self, name: &str, pause: Option<&str>, as_it_is: bool) -> Result<Resumed> {
-        let (disk, pausing, doors, jobs) = self
-            .with(name, |disk| Ok((disk.disk.clone(), disk.pausing.clone(), disk.doors.clone(), disk.jobs.clone())))?;
+        let (disk, growth) = self.with(name, |disk| Ok((disk.disk.clone(), disk.growth.clone())))?;
+        let (pausing, doors, jobs) =
+            self.with(name, |disk| Ok((disk.pausing.clone(), disk.doors.clone(), disk.jobs.clone())))?;
         let paused_s = match pause {
             Some(id) => Some(pausing.resume(id).await?.as_secs_f64()),
             None => {
@@ -571,23 +572,24 @@ impl View {
                 None
             }
         };
-        let requests = disk.troubles().map_or(0, Troubles::try_again);
-        if let Ok(growth) = self.with(name, |disk| Ok(disk.growth.clone())) {
-            self.look_for_room(growth, disk);
-        }
+        let requests = disk.troubles().and_then(Troubles::waiting).map_or(0, |waiting| waiting.requests);
+        self.try_again(&growth, disk);
         Ok(Resumed { requests, paused_s })
     }
 
-    /// Has the disk take up what its device has gained, if it lies on one. The caller does not wait for the disk's storage.
-    fn look_for_room(&self, growth: Arc<Growth>, disk: Arc<ServedDisk>) {
+    /// Tries all requests again that wait for trouble to pass. A disk on a device takes up before what that has gained, so that they find it. The caller
+    /// does not wait for the disk's storage.
+    fn try_again(&self, growth: &Growth, disk: Arc<ServedDisk>) {
         growth.forget_failures();
         if growth.show().is_none() {
+            disk.troubles().map(Troubles::try_again);
             return;
         }
         self.spawn(move || async move {
             if let Err(error) = growing::look(&disk).await {
                 tracing::warn!("what the disk's device may have gained cannot be taken up: {error}");
             }
+            disk.troubles().map(Troubles::try_again);
         });
     }
 

@@ -1,30 +1,38 @@
 //! Runs the command that makes a device longer.
 //!
 //! It is a program with fixed arguments, and no shell looks at them. It sees nothing of the server's environment. It has a process group of
-//! its own, so that its end can be asked of all that it has started. What it says on stderr goes to the log, within bounds.
+//! its own, so that its end can be asked of all that it has started.
+//!
+//! What it says on stderr goes to the log, within bounds. Its stderr is memory and no pipe: when the server ends, or hands its disks over, the command
+//! goes on, and a pipe that nobody reads would end it in the middle of its work.
 
 use std::ffi::OsString;
-use std::io::Read;
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
-use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::ioctl_fionbio;
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::fs::{MemfdFlags, OFlags, fcntl_setfl, memfd_create};
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, kill_process_group, test_kill_process_group};
 use spile_core::{Error, ErrorKind, Result};
 
 /// Where the command's own programs are found.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// How often the command is looked at while it runs.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How often the rest of a command's processes is looked at while they end.
+const LOOK_AT_REST_EVERY: Duration = Duration::from_millis(100);
 /// How long a command that takes too long may take to end in order. A volume manager that is killed in the middle of a change may leave a
 /// volume suspended.
 pub(super) const END_PATIENCE: Duration = Duration::from_secs(5);
 /// So many lines of a command go to the log, and so many bytes of each.
 const MOST_LINES: usize = 50;
 const MOST_LINE_BYTES: usize = 400;
+/// So much of what a command says is kept. When it says more before it is looked at again, only the end of that is heard.
+const MOST_KEPT_BYTES: u64 = 64 << 10;
 
 /// What is run.
 pub(super) struct Run<'a> {
@@ -41,14 +49,16 @@ impl Run<'_> {
     /// # Errors
     /// `Io` with the command's last words when it fails; `TimedOut`; the system's when it cannot be started.
     pub fn finish(&self) -> Result<()> {
-        let mut child = self.start()?;
-        let mut words = Words::new(child.stderr.take(), self.disk);
+        let stderr = new_stderr()?;
+        let mut child = self.start(&stderr)?;
+        let mut words = Words::new(stderr, self.disk);
         let end = Instant::now() + self.timeout;
         let status = match wait(&mut child, &mut words, end)? {
             Some(status) => status,
             None => {
                 stop(&mut child, &mut words)?;
-                let what = format!("{} has not ended in {:?}, and was ended", self.program.display(), self.timeout);
+                let (program, last) = (self.program.display(), words.last_words());
+                let what = format!("{program} has not ended in {:?}, and was ended{last}", self.timeout);
                 return Err(Error::new(ErrorKind::TimedOut, what).hint("a longer time: --grow-timeout"));
             }
         };
@@ -61,44 +71,82 @@ impl Run<'_> {
         }
     }
 
-    fn start(&self) -> Result<Child> {
+    fn start(&self, stderr: &File) -> Result<Child> {
+        let stderr = stderr.try_clone().map_err(|source| Error::io("dup", source))?;
         let mut command = Command::new(self.program);
         command.args(&self.arguments).env_clear().env("PATH", PATH).env("LC_ALL", "C").env("SPILE_DISK", self.disk);
-        command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).process_group(0);
+        command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr).process_group(0);
         command.spawn().map_err(|source| Error::io("run a command", source).at_path(self.program))
     }
+}
+
+/// The stderr of a command: memory that is there for as long as the command has it.
+fn new_stderr() -> Result<File> {
+    let failed = |error: Errno| Error::io("create memory for what a command says", error.into());
+    let file = memfd_create("stderr", MemfdFlags::CLOEXEC).map_err(failed)?;
+    // Whatever is cut off behind the command's back, it goes on at the end.
+    fcntl_setfl(&file, OFlags::APPEND).map_err(failed)?;
+    Ok(file.into())
 }
 
 /// Waits for the end of the command, for `None` at most until `end`.
 fn wait(child: &mut Child, words: &mut Words<'_>, end: Instant) -> Result<Option<ExitStatus>> {
     loop {
-        words.hear(LOOK_EVERY);
-        if let Some(status) = child.try_wait().map_err(|source| Error::io("wait for a command", source))? {
-            // Whoever else has its stderr may keep it for ever.
-            words.hear(Duration::ZERO);
-            return Ok(Some(status));
+        let status = child.try_wait().map_err(|source| Error::io("wait for a command", source))?;
+        words.hear();
+        if status.is_some() || Instant::now() >= end {
+            return Ok(status);
         }
-        if Instant::now() >= end {
-            return Ok(None);
-        }
+        std::thread::sleep(LOOK_EVERY);
     }
 }
 
-/// Asks the command and all that it has started to end, and ends them when they do not. It returns when the command is gone: until then no
-/// other one may run.
+/// Asks the command and all that it has started to end, and ends them when they do not. It returns when all are gone: until then no
+/// other one may run. A shell is gone at once, and the volume manager that it has started may still be at work.
 fn stop(child: &mut Child, words: &mut Words<'_>) -> Result<()> {
-    let group = Pid::from_child(child);
+    let (group, end) = (Pid::from_child(child), Instant::now() + END_PATIENCE);
     let _ = kill_process_group(group, Signal::TERM);
-    if wait(child, words, Instant::now() + END_PATIENCE)?.is_none() {
+    wait(child, words, end)?;
+    while is_alive(group) && Instant::now() < end {
+        std::thread::sleep(LOOK_AT_REST_EVERY);
+    }
+    if is_alive(group) {
         let _ = kill_process_group(group, Signal::KILL);
         child.wait().map_err(|source| Error::io("wait for a command", source))?;
     }
+    while is_alive(group) {
+        std::thread::sleep(LOOK_AT_REST_EVERY);
+    }
+    words.hear();
     Ok(())
+}
+
+/// True while a process of the group runs. One that has ended, and whose end nobody has taken note of, runs no more: in a container nobody may
+/// ever do.
+fn is_alive(group: Pid) -> bool {
+    match test_kill_process_group(group) {
+        Ok(()) => {}
+        // Processes of another user are there as well.
+        Err(error) => return error != Errno::SRCH,
+    }
+    let Ok(processes) = std::fs::read_dir("/proc") else { return true };
+    let stats = processes.flatten().filter_map(|process| std::fs::read_to_string(process.path().join("stat")).ok());
+    stats.into_iter().any(|stat| runs_in(&stat, group))
+}
+
+/// True when the process of this line of `/proc/PID/stat` runs and belongs to the group.
+fn runs_in(stat: &str, group: Pid) -> bool {
+    // Behind the program's name, which may hold anything: the state, the parent, the group.
+    let mut fields = stat.rsplit(')').next().unwrap_or("").split_whitespace();
+    let (state, of_group) = (fields.next(), fields.nth(1));
+    of_group == Some(group.to_string().as_str()) && !matches!(state, Some("Z" | "X"))
 }
 
 /// What the command says on stderr.
 struct Words<'a> {
-    stderr: Option<ChildStderr>,
+    stderr: File,
+    /// Up to here it was heard.
+    at: u64,
     disk: &'a str,
     line: Vec<u8>,
     last: String,
@@ -106,25 +154,28 @@ struct Words<'a> {
 }
 
 impl<'a> Words<'a> {
-    fn new(stderr: Option<ChildStderr>, disk: &'a str) -> Self {
-        // One that cannot be read without a wait is not read.
-        let stderr = stderr.filter(|stderr| ioctl_fionbio(stderr, true).is_ok());
-        Self { stderr, disk, line: Vec::new(), last: String::new(), lines: 0 }
+    fn new(stderr: File, disk: &'a str) -> Self {
+        Self { stderr, at: 0, disk, line: Vec::new(), last: String::new(), lines: 0 }
     }
 
-    /// Waits for words for `patience` at most, and takes those that are there.
-    fn hear(&mut self, patience: Duration) {
-        let Some(stderr) = &mut self.stderr else { return std::thread::sleep(patience) };
-        let timeout = Timespec::try_from(patience).unwrap_or_default();
-        let _ = poll(&mut [PollFd::new(&*stderr, PollFlags::IN)], Some(&timeout));
-        let mut bytes = [0; 4096];
-        match stderr.read(&mut bytes) {
-            Ok(0) => self.stderr = None,
-            Ok(count) => self.take(&bytes[..count]),
-            Err(_) => {}
-        }
-        if self.stderr.is_none() {
+    /// Takes what was said since the last time, or the end of that. What was heard is not kept for long.
+    fn hear(&mut self) {
+        let len = self.stderr.metadata().map_or(self.at, |stat| stat.len());
+        // A command that opens its stderr anew empties it.
+        self.at = if self.at > len { 0 } else { self.at };
+        if len - self.at > MOST_KEPT_BYTES {
             self.end_line();
+            self.at = len - MOST_KEPT_BYTES;
+        }
+        let mut bytes = [0; 4096];
+        while self.at < len
+            && let Ok(count @ 1..) = self.stderr.read_at(&mut bytes, self.at)
+        {
+            self.at += count as u64;
+            self.take(&bytes[..count]);
+        }
+        if len >= MOST_KEPT_BYTES && self.stderr.set_len(0).is_ok() {
+            self.at = 0;
         }
     }
 
@@ -191,18 +242,62 @@ mod tests {
     fn a_command_that_hangs_is_ended_with_all_that_it_has_started() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("pid");
-        let script = format!("trap '' TERM; sleep 1000 & echo $! > {}; wait; sleep 1000", file.display());
-        let error = shell(&script, Duration::from_millis(300)).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
-        let pid: i32 = std::fs::read_to_string(file).unwrap().trim().parse().unwrap();
-        let is_over = || match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
-            Ok(stat) => stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('Z')),
-            Err(_) => true,
-        };
-        let end = Instant::now() + LONG;
-        while !is_over() {
-            assert!(Instant::now() < end, "what the command has started goes on");
-            std::thread::sleep(LOOK_EVERY);
+        let file = file.display();
+        let stubborn = format!("trap '' TERM; sleep 1000 & echo $! > {file}; wait; sleep 1000");
+        // Here the shell ends when it is asked to, and what it has started does not.
+        let leaves = format!("(trap '' TERM; exec sleep 1000) & echo $! > {file}; sleep 1000");
+        for script in [stubborn, leaves] {
+            let error = shell(&script, Duration::from_millis(300)).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
+            let pid = std::fs::read_to_string(dir.path().join("pid")).unwrap();
+            let is_over = match std::fs::read_to_string(format!("/proc/{}/stat", pid.trim())) {
+                Ok(stat) => stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('Z')),
+                Err(_) => true,
+            };
+            assert!(is_over, "what the command has started goes on: {script}");
+        }
+    }
+
+    #[test]
+    fn the_processes_of_a_group_that_run_are_told_from_others() {
+        let group = Pid::from_raw(77).unwrap();
+        assert!(runs_in("80 (a) Z 1 (b) D 1 77 77 0", group));
+        assert!(!runs_in("80 (a) Z 1 77 77 0", group));
+        assert!(!runs_in("77 (a) S 77 78 77 0", group));
+        assert!(!runs_in("", group));
+    }
+
+    #[test]
+    fn a_command_goes_on_when_nobody_hears_it_any_more() {
+        let dir = tempfile::tempdir().unwrap();
+        let (go, done) = (dir.path().join("go"), dir.path().join("done"));
+        let script = format!(
+            "while test ! -e {}; do sleep 0.01; done; set -e; echo one >&2; echo two > /dev/stderr; : > {}",
+            go.display(),
+            done.display()
+        );
+        let arguments = ["-c", &script].map(OsString::from).to_vec();
+        let stderr = new_stderr().unwrap();
+        let mut child =
+            Run { program: Path::new("/bin/sh"), arguments, disk: "d", timeout: LONG }.start(&stderr).unwrap();
+        drop(stderr);
+        std::fs::write(go, "").unwrap();
+        assert!(child.wait().unwrap().success() && done.exists());
+    }
+
+    #[test]
+    fn the_last_words_are_the_last_however_much_was_said() {
+        for lines in [1000, 100_000] {
+            let stderr = new_stderr().unwrap();
+            let mut words = Words::new(stderr.try_clone().unwrap(), "d");
+            std::io::Write::write_all(&mut &stderr, "some words\n".repeat(lines).as_bytes()).unwrap();
+            std::io::Write::write_all(&mut &stderr, b"the end").unwrap();
+            words.hear();
+            assert_eq!(words.last_words(), ": the end");
+            assert!(stderr.metadata().unwrap().len() < MOST_KEPT_BYTES);
+            std::io::Write::write_all(&mut &stderr, b"more\n").unwrap();
+            words.hear();
+            assert_eq!(words.last_words(), ": more");
         }
     }
 
@@ -218,7 +313,7 @@ mod tests {
 
     #[test]
     fn what_a_command_says_is_bounded() {
-        let mut words = Words::new(None, "d");
+        let mut words = Words::new(new_stderr().unwrap(), "d");
         words.take(&[b'x'; 1 << 20]);
         assert_eq!(words.line.len(), MOST_LINE_BYTES);
         words.end_line();

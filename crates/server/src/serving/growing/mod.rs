@@ -34,7 +34,7 @@ use spile_store::{FileId, HostStore};
 use self::command::{END_PATIENCE, Run};
 use super::api::types;
 use super::control::Event;
-use super::disks::ServedDisk;
+use super::disks::{Open, ServedDisk};
 use super::server::Server;
 use crate::grow::{DEFAULT_AHEAD_BYTES, DEFAULT_TIMEOUT, GrowOptions};
 
@@ -128,21 +128,21 @@ impl Growth {
     }
 
     /// From now on the main loop hears when the disk wants a longer device.
-    pub fn tell_to(&self, events: mpsc::Sender<Event>) {
+    pub fn tell_to(self: &Arc<Self>, events: mpsc::Sender<Event>) {
         let mut state = self.lock();
         state.events = Some(events);
         self.ask(&mut state);
     }
 
     /// The image has `room`. A worker calls this.
-    fn hear(&self, room: Room) {
+    fn hear(self: &Arc<Self>, room: Room) {
         let mut state = self.lock();
         state.room = Some(room);
         self.ask(&mut state);
     }
 
     /// Asks the main loop for a longer device, if one is wanted and nothing is against it.
-    fn ask(&self, state: &mut State) {
+    fn ask(self: &Arc<Self>, state: &mut State) {
         let Some((room, wanted_bytes)) = self.wanted(state) else { return };
         if self.command.is_none() {
             return self.tell_wish(state, room, wanted_bytes);
@@ -153,7 +153,7 @@ impl Growth {
         }
         let Some(events) = &state.events else { return };
         // A server that ends hears nothing more.
-        if events.send(Event::WantsRoom(self.disk.clone())).is_ok() {
+        if events.send(Event::WantsRoom(self.clone())).is_ok() {
             let wait_until = now + self.timeout + END_PATIENCE + SLACK;
             state.running = Some(Running { wait_until, device_bytes: room.device_bytes });
         }
@@ -175,6 +175,16 @@ impl Growth {
             journal.disk = disk,
             "the disk {disk:?} has {free} of room left on {device}: make that {wanted_bytes} bytes long, then `spile resume {disk}`"
         );
+    }
+
+    /// The disk that grows so, while it is served. One that was attached anew under the same name is another one.
+    fn disk_of<'a>(self: &Arc<Self>, disks: &'a [Open]) -> Option<&'a Open> {
+        disks.iter().find(|open| Arc::ptr_eq(&open.growth, self))
+    }
+
+    /// True when somebody makes the device longer on the disk's behalf.
+    pub fn has_command(&self) -> bool {
+        self.command.is_some()
     }
 
     /// True while a command makes room, for requests that have found none.
@@ -208,7 +218,7 @@ impl Growth {
     }
 
     /// Has the image take up what its device has gained, and tells requests that wait for it. `outcome` is what came of the command.
-    async fn end(&self, disk: &ServedDisk, outcome: Result<()>) {
+    async fn end(self: &Arc<Self>, disk: &ServedDisk, outcome: Result<()>) {
         let before = self.lock().running.map_or(0, |running| running.device_bytes);
         let looked = look(disk).await;
         let now = self.device_bytes();
@@ -249,7 +259,7 @@ impl Growth {
 
     /// No command runs any more. When a request has found no room since, or there is too little still, the next one is asked for in the same
     /// moment: a request that looks never finds that nobody makes room.
-    fn finish(&self) {
+    fn finish(self: &Arc<Self>) {
         let mut state = self.lock();
         state.running = None;
         self.ask(&mut state);
@@ -294,19 +304,24 @@ fn not_longer(device_bytes: u64) -> Error {
 
 impl Server {
     /// Runs the command of a disk that wants a longer device, on a thread of its own. Its end comes back as an event.
-    pub(super) fn begin_growth(&self, name: String) {
-        let Ok(open) = self.named(&name) else { return };
-        let (growth, events) = (open.growth.clone(), self.sender.clone());
-        let run = move || drop(events.send(Event::RoomMade(name, growth.run())));
+    pub(super) fn begin_growth(&self, growth: Arc<Growth>) {
+        if growth.disk_of(&self.disks).is_none() {
+            return;
+        }
+        let (runs, events) = (growth.clone(), self.sender.clone());
+        let run = move || {
+            let outcome = runs.run();
+            drop(events.send(Event::RoomMade(runs, outcome)));
+        };
         if let Err(source) = std::thread::Builder::new().name("grow".to_owned()).spawn(run) {
-            self.end_growth(&open.name, Err(Error::io("start a thread", source)));
+            self.end_growth(growth, Err(Error::io("start a thread", source)));
         }
     }
 
     /// The command of a disk has ended.
-    pub(super) fn end_growth(&self, name: &str, outcome: Result<()>) {
-        let Ok(open) = self.named(name) else { return };
-        let (growth, disk) = (open.growth.clone(), open.disk.clone());
+    pub(super) fn end_growth(&self, growth: Arc<Growth>, outcome: Result<()>) {
+        let Some(open) = growth.disk_of(&self.disks) else { return };
+        let disk = open.disk.clone();
         self.engine.spawn_on(0, move || async move { growth.end(&disk, outcome).await });
     }
 }
@@ -334,7 +349,7 @@ mod tests {
     }
 
     fn wishes(events: &mpsc::Receiver<Event>) -> usize {
-        events.try_iter().filter(|event| matches!(event, Event::WantsRoom(name) if name == "d")).count()
+        events.try_iter().filter(|event| matches!(event, Event::WantsRoom(growth) if growth.disk == "d")).count()
     }
 
     #[test]

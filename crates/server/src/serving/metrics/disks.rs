@@ -41,7 +41,11 @@ const COUNTERS: [(&str, &str); 7] = [
 /// What is told of a disk whose thin image lies on a block device, and of no other: each metric's name, its type and its meaning.
 pub const ROOM_METRICS: [(&str, &str, &str); 5] = [
     ("spile_disk_device_bytes", "gauge", "The length of the device below a thin image, as far as the image uses it."),
-    ("spile_disk_device_free_bytes", "gauge", "How much of the device is free for the image."),
+    (
+        "spile_disk_device_free_bytes",
+        "gauge",
+        "How much of the device the image does not use. It may find no room before this is 0 when that lies in small pieces.",
+    ),
     ("spile_disk_device_wanted_bytes", "gauge", "The length that the device should have; 0 while it has enough."),
     ("spile_disk_device_growths_total", "counter", "Times that the command of --grow has made the device longer."),
     ("spile_disk_device_growth_failures_total", "counter", "Times that it has failed to."),
