@@ -95,6 +95,12 @@ pub trait Store: Send + Sync + 'static {
     /// opened can be taken up, wholly or in part; anything else is `Unsupported` there.
     fn set_len(&self, len_bytes: u64) -> impl Future<Output = Result<()>>;
 
+    /// Looks whether a device has become longer since its length was last looked at, and takes that up: somebody may have enlarged the
+    /// volume. What it has gained holds anything. Returns the length now; that of all other stores is known.
+    fn look_for_growth(&self) -> impl Future<Output = Result<u64>> {
+        async { Ok(self.len_bytes()) }
+    }
+
     /// The run of data or hole that starts at `offset`, which lies before the end.
     fn extent_at(&self, offset: StoreOffset) -> impl Future<Output = Result<StoreExtent>>;
 
@@ -190,6 +196,10 @@ macro_rules! store_of_stores {
 
             async fn set_len(&self, len_bytes: u64) -> $crate::Result<()> {
                 match self { $(Self::$variant(store) => store.set_len(len_bytes).await,)+ }
+            }
+
+            async fn look_for_growth(&self) -> $crate::Result<u64> {
+                match self { $(Self::$variant(store) => store.look_for_growth().await,)+ }
             }
 
             async fn extent_at(&self, offset: $crate::StoreOffset) -> $crate::Result<$crate::StoreExtent> {

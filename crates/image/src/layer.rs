@@ -19,6 +19,7 @@ use crate::facts::Facts;
 use crate::formats::Format;
 use crate::grace::Reader;
 use crate::inner::{InnerChange, InnerSnapshot};
+use crate::room::HearRoom;
 
 /// A flush gives the space of so many units back to the store at most, those first that were given up last ([`Layer::forget`]).
 pub const GIVEN_BACK_A_FLUSH: usize = 256;
@@ -433,6 +434,21 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     /// How many units of space (blocks, clusters) the layer has taken for data since it was opened.
     fn allocations(&self) -> u64 {
         0
+    }
+
+    /// Has `hear` told of the image's room on a device: when the image has taken some of it, and when it has found none. Nobody is told by an image
+    /// whose store grows by itself, or which needs no more room ever. False for such a one, and for an image that is open for reading only.
+    fn watch_room(&self, hear: HearRoom) -> bool {
+        let _ = hear;
+        false
+    }
+
+    /// Takes up what the device below has gained, and tells the room anew. An image that finds no room does that by itself.
+    ///
+    /// # Errors
+    /// `ReadOnly`; errors of the store.
+    fn look_for_room(&self) -> impl Future<Output = Result<()>> {
+        async { Ok(()) }
     }
 
     /// Facts about the image, for people and programs.

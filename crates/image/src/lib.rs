@@ -19,6 +19,7 @@ pub mod measure;
 mod open;
 mod parents;
 mod range_lock;
+mod room;
 
 pub use children::is_child_of;
 pub use facts::LayerInfo;
@@ -27,3 +28,4 @@ pub use graph::{Broken, Graph, GraphLayer, Known, LayerId, MAX_LAYERS, PlacedRun
 pub use open::{Described, OpenOptions, describe, make_durable, open_layer, reopen_layer};
 pub use parents::{check_new_child, check_parents};
 pub use range_lock::{RangeGuard, RangeLock};
+pub use room::{HearRoom, Room};

@@ -16,6 +16,10 @@
 //! - When the client of a request is gone, the request ends with `Shutdown`, too. It is not tried once more: the client may be back
 //!   already, on another connection, and may have written something newer to the same place.
 //!
+//! A disk that finds no room below may have somebody make some ([`Troubles::with_room_maker`]). While that is under way, requests that find no
+//! room wait under either policy. Room may come between the failure of a request and the moment in which it would begin to wait, so it is tried
+//! once more first, as any other try: not when its client is gone, and not when the server ends. When nobody makes room any more ([`Troubles::look_again`]), `Report` reports what has still found none.
+//!
 //! A waiting request holds its memory, and nothing else: no lock of a range and no share of an epoch. Trying a write again
 //! is safe because the guest has no answer to it. Whatever it writes to the same place meanwhile is concurrent with this
 //! write, and either may be the last. A failed flush is tried again only when no sync has failed: what a failed sync
@@ -117,10 +121,14 @@ pub enum News {
 /// Hears the news of one disk. It is called by the worker that executes the request, and must not wait.
 pub type Tell = Box<dyn Fn(&News) + Send + Sync>;
 
+/// Says whether somebody makes room now for requests that have found none. It must not wait.
+pub type MakesRoom = Box<dyn Fn() -> bool + Send + Sync>;
+
 /// The policy of one disk, and its requests that wait.
 pub struct Troubles {
     timer: Arc<dyn Timer>,
     tell: Tell,
+    makes_room: Option<MakesRoom>,
     state: Mutex<State>,
     /// Something has changed for a request that waits.
     changed: Event,
@@ -167,7 +175,23 @@ impl Troubles {
     /// A disk's policy. `tell` hears when requests begin and cease to wait.
     pub fn new(policy: Policy, timer: Arc<dyn Timer>, tell: Tell) -> Self {
         let state = State { policy, is_leaving: false, round: 0, has_probe: false, pause: FIRST_PAUSE, period: None };
-        Self { timer, tell, state: Mutex::new(state), changed: Event::new() }
+        Self { timer, tell, makes_room: None, state: Mutex::new(state), changed: Event::new() }
+    }
+
+    /// The same policy, for a disk for which somebody can make room. Whoever does that calls [`Troubles::try_again`] while it is still said to be
+    /// under way, and [`Troubles::look_again`] when it is not any more.
+    pub fn with_room_maker(self, makes_room: MakesRoom) -> Self {
+        Self { makes_room: Some(makes_room), ..self }
+    }
+
+    /// Has all requests that wait look again whether they have something to wait for.
+    pub fn look_again(&self) {
+        self.changed.notify(usize::MAX);
+    }
+
+    /// True when a request has failed for want of room, and somebody makes some now.
+    fn is_room_made(&self, error: &Error) -> bool {
+        error.kind() == ErrorKind::NoSpace && self.makes_room.as_ref().is_some_and(|makes_room| makes_room())
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -230,14 +254,34 @@ impl Troubles {
     pub(crate) async fn see_through<G: Future<Output = ()>>(
         &self,
         op: Op,
-        error: Error,
+        mut error: Error,
         mut gone: Pin<&mut G>,
         again: impl AsyncFn(Pin<&mut G>) -> Result<()>,
     ) -> Result<()> {
-        if !error.may_pass() || self.policy().on_error == OnError::Report {
+        let mut round = self.lock().round;
+        while self.makes_room.is_some() && error.kind() == ErrorKind::NoSpace && error.may_pass() {
+            let before = round;
+            if self.lock().is_leaving {
+                return Err(left_undone());
+            }
+            if has_ended(gone.as_mut()).await {
+                return Err(forsaken());
+            }
+            error = match again(gone.as_mut()).await {
+                Ok(()) => return Ok(()),
+                Err(error) => error,
+            };
+            round = self.lock().round;
+            // Else room has come meanwhile, and others have taken it.
+            if round == before {
+                break;
+            }
+        }
+        let waits = self.policy().on_error == OnError::Pause || self.is_room_made(&error);
+        if !error.may_pass() || !waits {
             return Err(error);
         }
-        let mut request = Patient::new(self, op, error);
+        let mut request = Patient::new(self, op, error, round);
         loop {
             match request.next_step(gone.as_mut()).await {
                 Step::Leave => return Err(request.leave()),
@@ -284,10 +328,10 @@ struct Patient<'a> {
 }
 
 impl<'a> Patient<'a> {
-    fn new(troubles: &'a Troubles, op: Op, error: Error) -> Self {
+    /// A request that has failed in the round `round`, or before.
+    fn new(troubles: &'a Troubles, op: Op, error: Error, round: u64) -> Self {
         let now_ns = troubles.timer.now_ns();
         let mut state = troubles.lock();
-        let round = state.round;
         let begins = state.period.is_none();
         let period = state.period.get_or_insert_with(|| Period {
             began_ns: now_ns,
@@ -311,7 +355,7 @@ impl<'a> Patient<'a> {
     async fn next_step(&mut self, mut gone: Pin<&mut impl Future<Output = ()>>) -> Step {
         loop {
             let changed = self.troubles.changed.listen();
-            if poll_fn(|context| Poll::Ready(gone.as_mut().poll(context).is_ready())).await {
+            if has_ended(gone.as_mut()).await {
                 return Step::Forget;
             }
             let time = match self.look() {
@@ -328,17 +372,19 @@ impl<'a> Patient<'a> {
 
     fn look(&mut self) -> Step {
         let now_ns = self.troubles.timer.now_ns();
+        let is_room_made = self.troubles.is_room_made(&self.error);
         let mut state = self.troubles.lock();
         if state.is_leaving {
             return Step::Leave;
         }
-        let deadline_ns = state.policy.pause_at_most.map(|most| self.began_ns.saturating_add(in_ns(most)));
-        if state.policy.on_error == OnError::Report || deadline_ns.is_some_and(|deadline| deadline <= now_ns) {
-            return Step::Report;
-        }
         if state.round != self.round {
             self.round = state.round;
             return Step::Try;
+        }
+        let deadline_ns = state.policy.pause_at_most.map(|most| self.began_ns.saturating_add(in_ns(most)));
+        let has_to_wait = state.policy.on_error == OnError::Pause || is_room_made;
+        if !has_to_wait || deadline_ns.is_some_and(|deadline| deadline <= now_ns) {
+            return Step::Report;
         }
         let is_alone = state.period.as_ref().is_none_or(|period| period.waiting == 1);
         if !state.has_probe && (is_alone || !self.has_just_probed) {
@@ -420,6 +466,11 @@ impl Drop for Patient<'_> {
 
 fn in_ns(time: Duration) -> u64 {
     time.as_nanos().try_into().unwrap_or(u64::MAX)
+}
+
+/// True when `future` has ended by now.
+async fn has_ended(mut future: Pin<&mut impl Future<Output = ()>>) -> bool {
+    poll_fn(|context| Poll::Ready(future.as_mut().poll(context).is_ready())).await
 }
 
 /// Ends when one of the two does.

@@ -13,6 +13,7 @@ use spile_life::motion::{Moved, take_back};
 use spile_node::{Limits, OnError, Policy};
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 
+use crate::grow::{self, GrowOptions};
 use crate::limits;
 use crate::tuned::ShapeChoice;
 use crate::units::parse_duration;
@@ -47,7 +48,7 @@ pub fn stem(source: &Locator) -> String {
     }
 }
 
-/// `DISK[,name=N][,serial=S][,format=F][,read-only][,on-error=report|pause][,pause-at-most=TIME][,shape=S]` and limits
+/// `DISK[,name=N][,serial=S][,format=F][,read-only][,on-error=report|pause][,pause-at-most=TIME][,shape=S]`, growth ([`grow::OPTIONS`]) and limits
 /// ([`limits::OPTIONS`], `group=NAME`), as `serve` takes it. A comma in the path is doubled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskSpec {
@@ -65,6 +66,8 @@ pub struct DiskSpec {
     pub on_error: Option<OnError>,
     /// How long a request waits at most, if given.
     pub pause_at_most: Option<Duration>,
+    /// How its device is made longer, as far as given.
+    pub grow: GrowOptions,
     /// The shape of its requests, if given.
     pub shape: Option<ShapeChoice>,
     /// Its own limits, if given.
@@ -84,6 +87,7 @@ impl DiskSpec {
             read_only: false,
             on_error: None,
             pause_at_most: None,
+            grow: GrowOptions::default(),
             shape: None,
             limits: None,
             group: None,
@@ -124,13 +128,15 @@ impl FromStr for DiskSpec {
                 Some(("pause-at-most", time)) => spec.pause_at_most = Some(parse_duration(time)?),
                 Some(("shape", shape)) => spec.shape = Some(shape.parse().map_err(|e: Error| e.to_string())?),
                 Some(("group", group)) => spec.group = Some(group.to_owned()),
+                Some((key, value)) if spec.grow.read_option(key, value)? => {}
                 Some((key, value)) if limits::read_option(spec.limits.get_or_insert_default(), key, value)? => {}
                 None if part == "read-only" => spec.read_only = true,
                 _ => {
                     return Err(format!(
                         "`{part}` is not an option of a DISK; use name=N, serial=S, format=F, read-only, \
-                         on-error=report|pause, pause-at-most=TIME, shape=S, group=NAME, or one of {} (a comma in the path is \
-                         doubled)",
+                         on-error=report|pause, pause-at-most=TIME, {}, shape=S, group=NAME, or one of {} (a comma in the path \
+                         is doubled)",
+                        grow::OPTIONS,
                         limits::OPTIONS
                     ));
                 }

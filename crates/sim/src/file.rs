@@ -71,6 +71,8 @@ pub(crate) struct SimFile {
     pub syncs_nothing: bool,
     /// The error of the first failed sync. All later syncs fail with it.
     pub sync_failed: bool,
+    /// The length up to which a device becomes longer, when somebody asks for its length.
+    grows_to: u64,
 }
 
 fn overlaps(a: &Range<u64>, b: &Range<u64>) -> bool {
@@ -87,6 +89,20 @@ impl SimFile {
     pub fn poke(&mut self, offset: u64, bytes: &[u8]) {
         self.view.write(offset, bytes);
         self.durable.write(offset, bytes);
+    }
+
+    /// A device of these bytes that becomes longer, up to `grows_to`.
+    pub fn growing(pages: Pages, grows_to: u64) -> Self {
+        Self { grows_to, ..Self::durable(pages) }
+    }
+
+    /// A device becomes longer, for good, by a part of what it has, or by as much as there is. Nobody of this host does that, so no sync is needed for it.
+    pub fn lengthen(&mut self) {
+        // So that the largest block has a place in what is gained.
+        let step = (self.view.len() / 8).next_multiple_of(1 << 16).max(3 << 20);
+        let len = (self.view.len() + step).min(self.grows_to);
+        self.view.add_old_bytes(len);
+        self.durable.add_old_bytes(len);
     }
 
     /// A file whose content is durable from the start.

@@ -183,7 +183,7 @@ impl Image {
     async fn create_qcow2(&self, world: &World, layer: usize) -> Result<()> {
         let (plan, path) = (&self.layers[layer], self.path(layer));
         match world.hardware().devices {
-            true => world.install_device(&path, plan.device_bytes()),
+            true => world.install_device(&path, plan.first_device_bytes(), plan.device_bytes()),
             false => world.install_empty(&path, 0),
         }
         let parent =
@@ -222,6 +222,18 @@ impl LayerPlan {
             return (self.size_bytes * 2).next_multiple_of(block) + (32 << 20) + 512;
         }
         (self.size_bytes.div_ceil(block) + 1) * (block + 8192) + (4 << 20)
+    }
+
+    /// The device as it is at first: under a thin image with room for an empty one and a few blocks. It becomes longer as the image asks.
+    fn first_device_bytes(&self) -> u64 {
+        let block = u64::from(self.block_bytes);
+        match self.kind {
+            Kind::Raw | Kind::Fixed => self.device_bytes(),
+            Kind::Dynamic | Kind::Chain => (4 << 20) + block + 8192,
+            Kind::Qcow2 | Kind::Qcow2Chain => {
+                self.form.empty_image(self.size_bytes, self.block_bytes, None).len() as u64 + 8 * block
+            }
+        }
     }
 
     fn draw(rng: &mut Rng, kind: Kind, least_bytes: u64) -> Self {
@@ -268,7 +280,7 @@ impl Subject for Image {
         }
         let params = self.params(world, layer).await?;
         if world.hardware().devices {
-            world.install_device(&path, plan.device_bytes());
+            world.install_device(&path, plan.first_device_bytes(), plan.device_bytes());
         } else {
             world.install_empty(&path, 0);
         }

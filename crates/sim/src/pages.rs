@@ -30,9 +30,17 @@ fn parts(range: Range<u64>) -> impl Iterator<Item = (u64, Range<usize>, usize)> 
 impl Pages {
     /// `len_bytes` that are not zero anywhere, without a memory of their own.
     pub fn old_bytes(len_bytes: u64) -> Self {
+        let mut pages = Self::default();
+        pages.add_old_bytes(len_bytes);
+        pages
+    }
+
+    /// Makes them `len_bytes` long, if they are shorter: with bytes that are not zero anywhere.
+    pub fn add_old_bytes(&mut self, len_bytes: u64) {
         let page = Arc::new([0x5A; PAGE as usize]);
-        let map = (0..len_bytes.div_ceil(PAGE)).map(|number| (number, page.clone())).collect();
-        Self { map, len: len_bytes }
+        let numbers = self.len.div_ceil(PAGE)..len_bytes.div_ceil(PAGE);
+        self.map.extend(numbers.map(|number| (number, page.clone())));
+        self.len = self.len.max(len_bytes);
     }
 
     /// The length in bytes.

@@ -358,6 +358,14 @@ impl Store for SimStore {
         self.run(Kind::SetLen(len_bytes)).await.map_err(|e| e.at_path(self.path.get()))
     }
 
+    async fn look_for_growth(&self) -> Result<u64> {
+        self.run(Kind::Ask).await.map_err(|e| e.at_path(self.path.get()))?;
+        if self.world.hardware().devices {
+            self.world.lock().files[self.file].lengthen();
+        }
+        Ok(self.len_bytes())
+    }
+
     fn map(&self, offset: StoreOffset, len_bytes: usize) -> Result<Segment> {
         let mut state = self.world.lock();
         if state.life != self.life {

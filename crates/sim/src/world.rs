@@ -29,7 +29,7 @@ pub struct Hardware {
     pub align_bytes: u32,
     /// Holes can be punched.
     pub punches: bool,
-    /// Files are block devices: their length is fixed, and what was never written is anything.
+    /// Files are block devices: they do not grow by writes, and what was never written is anything.
     pub devices: bool,
 }
 
@@ -210,9 +210,9 @@ impl World {
         Ok(())
     }
 
-    /// Puts a device of `len_bytes` there that holds somebody's old bytes.
-    pub fn install_device(&self, path: impl Into<PathBuf>, len_bytes: u64) {
-        let file = SimFile::durable(Pages::old_bytes(len_bytes));
+    /// Puts a device of `len_bytes` there that holds somebody's old bytes. It is longer each time that somebody asks whether it is, up to `grows_to`.
+    pub fn install_device(&self, path: impl Into<PathBuf>, len_bytes: u64, grows_to: u64) {
+        let file = SimFile::growing(Pages::old_bytes(len_bytes), grows_to);
         self.lock().add_file(path.into(), file);
     }
 

@@ -6,4 +6,6 @@
 pub mod cli;
 
 pub use spile_bench::{experiments as bench, load, stats};
-pub use spile_server::{disks, family, limits, listen, log, notify, panics, serving, signals, tuned, units, uri, xen};
+pub use spile_server::{
+    disks, family, grow, limits, listen, log, notify, panics, serving, signals, tuned, units, uri, xen,
+};

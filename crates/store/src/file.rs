@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use rustix::fs::{FallocateFlags, SeekFrom};
+use rustix::fs::FallocateFlags;
 use spile_core::{
     Error, ErrorKind, OpenMode, PathCell, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
 };
@@ -16,6 +16,7 @@ use spile_mem::Segment;
 
 use crate::behind::{Behind, Step};
 use crate::cut::{Cut, cut_short};
+use crate::device::{device_len, device_punches};
 use crate::files::CacheMode;
 use crate::held::HeldLock;
 use crate::sync_gate::{SyncGate, Turn};
@@ -500,6 +501,14 @@ impl Store for FileStore {
         Ok(())
     }
 
+    async fn look_for_growth(&self) -> Result<u64> {
+        if self.inner.is_device {
+            let device_bytes = self.device_bytes().await?;
+            self.inner.len.fetch_max(device_bytes, Ordering::AcqRel);
+        }
+        Ok(self.len_bytes())
+    }
+
     /// Its number, and when it was made: numbers are given again.
     fn file_identity(&self) -> Option<[u8; 16]> {
         let FileTimes { inode, born_ns, .. } = self.inner.found;
@@ -564,10 +573,15 @@ impl FileStore {
         run_blocking(self.inner.path.get(), done).await.map_err(|errno| self.fail("write back failed", errno))
     }
 
+    /// The length that the system tells of a device now.
+    async fn device_bytes(&self) -> Result<u64> {
+        let (path, device) = (self.inner.path.get(), self.inner.cached.clone());
+        run_blocking(path, move || device_len(&device)).await.at_path(path)
+    }
+
     /// Takes up what a device has gained since it was opened. The length of a device cannot be set otherwise.
     async fn take_up_len(&self, len_bytes: u64) -> Result<()> {
-        let (path, device) = (self.inner.path.get(), self.inner.cached.clone());
-        let device_bytes = run_blocking(path, move || device_len(&device)).await.at_path(path)?;
+        let device_bytes = self.device_bytes().await?;
         if (self.len_bytes()..=device_bytes).contains(&len_bytes) {
             self.inner.len.fetch_max(len_bytes, Ordering::AcqRel);
             return Ok(());
@@ -633,21 +647,6 @@ fn open_direct(path: &Path, mode: OpenMode, stat: &std::fs::Metadata) -> Option<
 fn file_punches(file: &RawFile, len: u64) -> bool {
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     rustix::fs::fallocate(file, flags, len.next_multiple_of(1 << 20), 4096).is_ok()
-}
-
-/// A device punches when it can write zeroes by itself; on one that cannot, fallocate fails.
-fn device_punches(device: &RawFile) -> bool {
-    let Ok(number) = rustix::fs::fstat(device).map(|stat| stat.st_rdev) else { return false };
-    let place = format!("/sys/dev/block/{}:{}", rustix::fs::major(number), rustix::fs::minor(number));
-    // A partition's queue is its disk's.
-    [place.clone() + "/queue", place + "/../queue"].iter().any(|queue| {
-        let most = std::fs::read_to_string(format!("{queue}/write_zeroes_max_bytes"));
-        most.is_ok_and(|most| most.trim() != "0")
-    })
-}
-
-fn device_len(device: impl std::os::fd::AsFd) -> Result<u64> {
-    rustix::fs::seek(device, SeekFrom::End(0)).map_err(|errno| Error::io("find the device's length", errno.into()))
 }
 
 #[cfg(test)]

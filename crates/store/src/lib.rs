@@ -9,6 +9,7 @@
 
 mod behind;
 mod cut;
+mod device;
 mod file;
 mod files;
 mod held;

@@ -33,7 +33,7 @@ impl<S: Store> MeteredStore<S> {
     }
 
     /// What was counted. A sync is a flush; a hole that was punched is a discard; a question about an extent is one of extents; a new
-    /// length is another operation.
+    /// length, and a look at a device's, is another operation.
     pub fn meter(&self) -> &Arc<Meter> {
         &self.meter
     }
@@ -99,6 +99,10 @@ impl<S: Store> Store for MeteredStore<S> {
 
     async fn set_len(&self, len_bytes: u64) -> Result<()> {
         self.meter.measure_by_turns(Op::Other, 0, pin!(self.inner.set_len(len_bytes))).await
+    }
+
+    async fn look_for_growth(&self) -> Result<u64> {
+        self.meter.measure_by_turns(Op::Other, 0, pin!(self.inner.look_for_growth())).await
     }
 
     async fn extent_at(&self, offset: StoreOffset) -> Result<StoreExtent> {

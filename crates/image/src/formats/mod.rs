@@ -31,6 +31,7 @@ use crate::grace::Reader;
 use crate::inner::{InnerChange, InnerSnapshot};
 use crate::layer::{EncodedUnit, Found, GivenBack, Identity, Layer, MapPiece, ParentRef, Reserved};
 use crate::measure::Space;
+use crate::room::HearRoom;
 
 formats! {
     "The guest's bytes as they are.",

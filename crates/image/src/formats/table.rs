@@ -162,6 +162,7 @@ macro_rules! formats {
                 fn begin(&self) -> ();
                 fn hold_space(&self, holds: bool) -> ();
                 fn allocations(&self) -> u64;
+                fn watch_room(&self, hear: HearRoom) -> bool;
                 fn facts(&self) -> Facts;
             }
 
@@ -178,6 +179,7 @@ macro_rules! formats {
                 async fn flush(&self) -> Result<()>;
                 async fn rest(&self) -> ();
                 async fn seal(&self) -> Result<()>;
+                async fn look_for_room(&self) -> Result<()>;
                 async fn resize(&self, size_bytes: u64) -> Result<()>;
                 async fn resize_unused(&self, size_bytes: u64) -> Result<()>;
                 async fn amend(&self, asked: &Amendment) -> Result<Amended>;

@@ -27,6 +27,7 @@ mod reparent;
 mod resize;
 mod resize_on_host;
 mod resize_unused;
+mod room;
 mod space_on_host;
 mod support;
 mod threads;

@@ -384,6 +384,49 @@ fn a_request_that_is_tried_again_on_a_paused_disk_ends_with_its_client() {
     world.assert_quiet();
 }
 
+/// Finds no room for a request, once. What is told happens meanwhile.
+struct NoRoomAnd {
+    tries: AtomicU64,
+    happens: Box<dyn Fn() + Send + Sync>,
+}
+
+impl Stage for NoRoomAnd {
+    fn before<'a>(&'a self, _: Io<'a>) -> Option<Pending<'a>> {
+        (self.happens)();
+        let is_first = self.tries.fetch_add(1, SeqCst) == 0;
+        is_first.then(|| Box::pin(async { Err(Error::new(ErrorKind::NoSpace, "no room")) }) as _)
+    }
+
+    fn after<'a>(&'a self, _: Io<'a>, _: &Result<()>) -> Option<Pending<'a>> {
+        None
+    }
+}
+
+#[test]
+fn where_room_is_made_a_request_whose_client_is_gone_is_not_tried_again_either() {
+    let (world, _) = with_room_maker(Policy::default());
+    let (is_gone, memory) = (Arc::new(AtomicBool::new(false)), Segments::zeroed(512));
+    memory.copy_from_slice(0, &[9; 512]);
+    let goes = is_gone.clone();
+    let stage = Arc::new(NoRoomAnd { tries: AtomicU64::new(0), happens: Box::new(move || goes.store(true, SeqCst)) });
+    now(world.node.attach(Place::Fault, stage.clone())).unwrap();
+    let gone = poll_fn(|_| if is_gone.load(SeqCst) { Poll::Ready(()) } else { Poll::Pending });
+    let written = now(world.node.execute_for(Io::write(at(0, 512), &memory, false), gone));
+    assert_eq!(written.unwrap_err().kind(), ErrorKind::Shutdown);
+    assert_eq!((stage.tries.load(SeqCst), now(world.node.graph()).byte(0)), (1, 0));
+    world.assert_quiet();
+}
+
+#[test]
+fn where_room_is_made_a_server_that_ends_tries_nothing_again() {
+    let (world, _) = with_room_maker(Policy::default());
+    let stage = Arc::new(NoRoomAnd { tries: AtomicU64::new(0), happens: Box::new(|| ()) });
+    now(world.node.attach(Place::Fault, stage.clone())).unwrap();
+    world.troubles().leave();
+    assert_eq!(now(write(&world.node, 0, 512, 1)).unwrap_err().kind(), ErrorKind::Shutdown);
+    assert_eq!(stage.tries.load(SeqCst), 1);
+}
+
 #[test]
 fn a_flush_of_the_server_itself_does_not_wait() {
     let world = World::new(FOR_EVER);
@@ -404,4 +447,101 @@ fn the_disk_can_be_exchanged_while_requests_wait() {
     world.troubles().try_again();
     assert!(poll(&mut request).is_ready());
     assert_eq!(new.byte(0), 9);
+}
+
+/// A disk for which somebody makes room while the flag is set.
+fn with_room_maker(policy: Policy) -> (World, Arc<AtomicBool>) {
+    let mut world = World::new(policy);
+    let (timer, heard) = (TestTimer(world.clock.clone()), world.news.clone());
+    let makes_room = Arc::new(AtomicBool::new(false));
+    let makes = makes_room.clone();
+    let tell = Box::new(move |_: &News| heard.lock().unwrap().push("news".to_owned()));
+    let troubles = Troubles::new(policy, Arc::new(timer), tell).with_room_maker(Box::new(move || makes.load(SeqCst)));
+    world.node = Node::new(TestGraph::new()).with_troubles(troubles);
+    (world, makes_room)
+}
+
+#[test]
+fn a_request_without_room_waits_while_room_is_made_whatever_the_policy_says() {
+    for policy in [Policy::default(), FOR_EVER] {
+        let (world, makes_room) = with_room_maker(policy);
+        makes_room.store(true, SeqCst);
+        world.fail(ErrorKind::NoSpace);
+        let mut requests: Vec<_> = (0..3).map(|n| write(&world.node, n * 512, 512, 1)).collect();
+        assert!(requests.iter_mut().all(is_pending));
+        assert_eq!(world.troubles().waiting().unwrap().requests, 3);
+        world.mend();
+        world.troubles().try_again();
+        makes_room.store(false, SeqCst);
+        world.troubles().look_again();
+        assert!(requests.iter_mut().all(|request| matches!(poll(request), Poll::Ready(Ok(())))));
+        drop(requests);
+        world.assert_quiet();
+    }
+}
+
+#[test]
+fn when_no_room_was_made_the_policy_decides() {
+    for (policy, is_reported) in [(Policy::default(), true), (FOR_EVER, false)] {
+        let (world, makes_room) = with_room_maker(policy);
+        makes_room.store(true, SeqCst);
+        world.fail(ErrorKind::NoSpace);
+        let mut request = write(&world.node, 0, 512, 1);
+        assert!(is_pending(&mut request));
+        makes_room.store(false, SeqCst);
+        world.troubles().look_again();
+        match is_reported {
+            true => assert_eq!(kind_of(poll(&mut request)), ErrorKind::NoSpace),
+            false => assert!(is_pending(&mut request)),
+        }
+    }
+}
+
+/// Fails a request as if there were no room, and has made some when the next one comes.
+struct JustTooLate {
+    tries: AtomicU64,
+    fails: u64,
+    /// As a sync that has failed.
+    for_ever: bool,
+}
+
+impl Stage for JustTooLate {
+    fn before<'a>(&'a self, _: Io<'a>) -> Option<Pending<'a>> {
+        let is_early = self.tries.fetch_add(1, SeqCst) < self.fails;
+        let error = Error::new(ErrorKind::NoSpace, "no room");
+        let error = if self.for_ever { error.permanent() } else { error };
+        is_early.then(|| Box::pin(async { Err(error) }) as _)
+    }
+
+    fn after<'a>(&'a self, _: Io<'a>, _: &Result<()>) -> Option<Pending<'a>> {
+        None
+    }
+}
+
+#[test]
+fn room_that_came_before_a_request_could_wait_is_seen() {
+    let (world, _) = with_room_maker(Policy::default());
+    let late = Arc::new(JustTooLate { tries: AtomicU64::new(0), fails: 1, for_ever: false });
+    now(world.node.attach(Place::Fault, late.clone())).unwrap();
+    now(write(&world.node, 0, 512, 1)).unwrap();
+    // What fails once more has nothing to wait for, and is not tried for ever. Nobody hears of it.
+    let never = Arc::new(JustTooLate { tries: AtomicU64::new(0), fails: u64::MAX, for_ever: false });
+    now(world.node.replace(Place::Fault, Some(never.clone()))).unwrap();
+    assert_eq!(now(write(&world.node, 0, 512, 1)).unwrap_err().kind(), ErrorKind::NoSpace);
+    assert_eq!(never.tries.load(SeqCst), 2);
+    assert_eq!(world.news(), Vec::<String>::new());
+}
+
+#[test]
+fn what_is_no_want_of_room_does_not_wait_for_room() {
+    let (world, makes_room) = with_room_maker(Policy::default());
+    makes_room.store(true, SeqCst);
+    world.fail(ErrorKind::Io);
+    assert_eq!(now(write(&world.node, 0, 512, 1)).unwrap_err().kind(), ErrorKind::Io);
+    world.mend();
+    let lost = Arc::new(JustTooLate { tries: AtomicU64::new(0), fails: u64::MAX, for_ever: true });
+    now(world.node.attach(Place::Fault, lost.clone())).unwrap();
+    assert_eq!(now(world.node.flush()).unwrap_err().kind(), ErrorKind::NoSpace);
+    assert_eq!(lost.tries.load(SeqCst), 1, "a failed sync is never tried again");
+    world.assert_quiet();
 }

@@ -29,6 +29,7 @@ use tokio::sync::oneshot;
 
 use super::api::Call;
 use super::api::http::Pause;
+use super::growing::Growth;
 use super::identity::Exported;
 use super::life::SnapshotCall;
 use super::limits::Kept;
@@ -302,6 +303,10 @@ pub enum Event {
     InUse(String, oneshot::Sender<Option<String>>),
     /// A disk has got its new size, or not.
     Resized(Resized),
+    /// The disk that grows so wants a longer device.
+    WantsRoom(Arc<Growth>),
+    /// The command that makes the device of this disk longer has ended so.
+    RoomMade(Arc<Growth>, Result<()>),
     /// The disk of this name has another graph now.
     Exchanged(String, Arc<Graph<HostStore>>),
 }

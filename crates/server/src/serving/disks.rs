@@ -17,6 +17,7 @@ use super::api::types::Layer;
 use super::control::Event;
 use super::failed_syncs::{self, FailedSync};
 use super::faults;
+use super::growing::Growth;
 use super::identity::{Exported, Identity};
 use super::jobs::{self, DiskJob, DiskJobs};
 use super::limits::{self, Groups};
@@ -24,6 +25,7 @@ use super::pausing::Pausing;
 use super::trouble;
 use crate::checkpoints::Checkpoints;
 use crate::disks::{self, DiskSpec};
+use crate::grow::GrowOptions;
 use crate::jobs::Access;
 use crate::tuned::ShapeChoice;
 
@@ -44,6 +46,8 @@ pub struct Open {
     pub jobs: Arc<DiskJobs>,
     /// Its checkpoints, and what has changed since.
     pub checkpoints: Arc<Checkpoints>,
+    /// How the device below it grows, if its leaf is a thin image on one.
+    pub growth: Arc<Growth>,
     /// Whether its guests wait, so that its files can be copied.
     pub pausing: Arc<Pausing>,
     /// Its own name on this server: what callers of the control API know it by.
@@ -83,6 +87,7 @@ impl Open {
     pub fn look_at(&mut self, graph: &Graph<HostStore>) {
         self.layers = layers_of(graph);
         self.kind = disks::describe(graph);
+        self.growth.watch(graph);
         self.identity = self.identity.clone().with_opened(graph);
     }
 
@@ -122,6 +127,8 @@ pub struct Opening {
     pub no_lock: bool,
     /// What is done about trouble below disks that do not say it.
     pub policy: Policy,
+    /// How devices are made longer under disks that do not say it.
+    pub grow: GrowOptions,
     /// The shape of requests to disks that do not say it; `None`: as a server before it had it, or off.
     pub shape: Option<ShapeChoice>,
     /// Write to images although others name them as their parents.
@@ -142,6 +149,7 @@ impl Opening {
             allow_data_file: false,
             no_lock: false,
             policy: Policy::default(),
+            grow: GrowOptions::default(),
             shape: None,
             write_parent: false,
             groups: Arc::default(),
@@ -277,6 +285,7 @@ impl Opening {
         };
         let (graph, checkpoints) = self.open_patiently(engine, spec, &options, served)?;
         let open = self.opened(graph, checkpoints, spec, names);
+        open.growth.check(&spec.grow.or(&self.grow), &open.label)?;
         attach_checkpoints(engine, &open)?;
         faults::attach(engine, &open)?;
         if let Some(choice) = spec.shape.or(self.shape) {
@@ -293,7 +302,13 @@ impl Opening {
         let serial = spec.serial.clone().or_else(|| spec.name.clone()).unwrap_or_else(|| disks::stem(&spec.source));
         let failed_syncs = if spec.read_only { Vec::new() } else { failed_syncs::recall(&graph) };
         tell_failed_syncs(&graph, &spec.own_name(), &failed_syncs);
-        let troubles = trouble::of_disk(spec.own_name(), spec.policy(self.policy));
+        let growth = Growth::new(spec.own_name(), &spec.grow.or(&self.grow));
+        growth.watch(&graph);
+        let mut troubles = trouble::of_disk(spec.own_name(), spec.policy(self.policy));
+        if growth.has_command() {
+            let makes_room = growth.clone();
+            troubles = troubles.with_room_maker(Box::new(move || makes_room.is_at_work()));
+        }
         let checkpoints = Arc::new(checkpoints);
         Open {
             name: spec.own_name(),
@@ -311,6 +326,7 @@ impl Opening {
             has_own_limits: spec.limits.is_some() || spec.group.is_some(),
             jobs: DiskJobs::new(self.access(), checkpoints.clone()),
             checkpoints,
+            growth,
             pausing: Arc::default(),
             withdrawn: Arc::default(),
             withdrawn_to_go: Arc::default(),
@@ -423,6 +439,7 @@ pub fn begin(engine: &Engine, disks: &[Open], events: &mpsc::Sender<Event>) {
                 graph.begin();
             }
         });
+        open.growth.tell_to(events.clone());
         if !open.read_only {
             open.jobs.tell_to(open.name.clone(), events.clone());
             looks.push(open.jobs.go_on(engine, &open.disk));

@@ -3,7 +3,7 @@
 //! - [`server`]: the main loop of both. [`serve`]: `spile serve` itself; `spile xen-disk` is [`crate::xen::disk`].
 //! - [`disks`]: the images, open; `faults.rs` has them fail for tests. [`fronts`]: the servers over them. [`sockets`]: where they listen.
 //! - [`failed_syncs`]: failed syncs, remembered for the next server. [`trouble`]: what the log and the service manager hear of disks that wait for trouble below to pass.
-//! - `bitmaps.rs`: changed blocks for NBD clients. `life.rs`: snapshots of disks that are served. [`pausing`]: disks whose guests wait. `resizing.rs`: new sizes. [`Claims`](claims::Claims):
+//! - `bitmaps.rs`: changed blocks for NBD clients. `life.rs`: snapshots of disks that are served. [`pausing`]: disks whose guests wait. `resizing.rs`: new sizes. [`growing`]: devices that become longer under thin disks. [`Claims`](claims::Claims):
 //!   one change of a disk's images at a time.
 //! - [`offline`]: the jobs of commands on disks that no server has, seen and steered as those of a server.
 //! - [`metrics`]: what was counted, for Prometheus.
@@ -20,6 +20,7 @@ pub mod doors;
 pub mod failed_syncs;
 pub mod faults;
 pub mod fronts;
+pub mod growing;
 mod handover;
 pub mod identity;
 pub mod jobs;

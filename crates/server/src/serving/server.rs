@@ -372,6 +372,8 @@ impl Server {
                 Ok(Event::Revert(call)) => self.begin_revert(call),
                 Ok(Event::InUse(name, ask)) => self.tell_user(&name, ask),
                 Ok(Event::Resized(resized)) => self.end_resize(resized),
+                Ok(Event::WantsRoom(growth)) => self.begin_growth(growth),
+                Ok(Event::RoomMade(growth, outcome)) => self.end_growth(growth, outcome),
                 Ok(Event::Exchanged(name, graph)) => self.note_exchange(&name, &graph),
                 Ok(Event::Signal | Event::Ended) | Err(_) => return Ok(End::Stops),
             }

@@ -21,7 +21,7 @@ pub(crate) fn tell(disk: &str, news: &News) {
                 journal.disk = disk,
                 journal.operation = op,
                 journal.error = error as &(dyn std::error::Error + 'static),
-                "the disk {disk:?} waits: a {op} has failed, and is tried again until it succeeds: {error} (`spile resume \
+                "the disk {disk:?} waits: a {op} has failed, and is tried again: {error} (`spile resume \
                  {disk}` tries at once, `spile on-error {disk} report` gives the error to the guest)"
             );
             notify(&format!("STATUS=the disk {disk:?} waits: {error}"));

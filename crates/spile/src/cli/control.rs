@@ -236,6 +236,33 @@ fn waits_for(disk: &Disk) -> Option<String> {
     Some(format!("{}: {requests} request(s) wait, since {time_s:.0} s, for a {operation} to succeed: {why}", disk.name))
 }
 
+/// Lines about the room on the device of a disk.
+fn room_of(disk: &Disk) -> Vec<String> {
+    let Some(room) = &disk.room else { return Vec::new() };
+    let device = &room.device;
+    let free = match (room.device_bytes, room.free_bytes) {
+        (Some(device_bytes), Some(free_bytes)) => {
+            format!("{} of {}", format_size(free_bytes), format_size(device_bytes))
+        }
+        _ => "not known before the first write".to_owned(),
+    };
+    let grown = match (room.grown_total, room.failed_total) {
+        (0, 0) => String::new(),
+        (grown, failed) => format!("; made longer {grown} time(s), failed {failed} time(s)"),
+    };
+    let mut lines = vec![format!("room on {device}: {free}{grown}")];
+    lines.extend(room.wants_bytes.map(|bytes| match room.is_growing {
+        true => format!("{}: {device} is being made {bytes} bytes long", disk.name),
+        false => format!(
+            "{}: wants {device} to be {bytes} bytes long; `spile resume {}` takes that up",
+            disk.name, disk.name
+        ),
+    }));
+    let failure = room.last_failure.as_ref();
+    lines.extend(failure.map(|failure| format!("no room was made the last time: {}", failure.message)));
+    lines
+}
+
 /// Runs `spile show`.
 ///
 /// # Errors
@@ -257,6 +284,7 @@ pub fn show(args: &ShowArgs) -> Result<Exit> {
     is_paused(disk).into_iter().for_each(say);
     goes_back(disk).into_iter().for_each(say);
     waits_for(disk).into_iter().for_each(say);
+    room_of(disk).into_iter().for_each(say);
     disk.failed_sync.iter().for_each(|failed| say(format_args!("every flush fails: {}", failed.message)));
     if !disk.checkpoints.is_empty() {
         say(format_args!("checkpoints: {}", disk.checkpoints.join(", ")));

@@ -74,9 +74,10 @@ use utoipa::ToSchema;
 use self::ending::Exit;
 use self::progress::{Progress, progress_bar};
 use crate::disks;
+use crate::grow::GrowOptions;
 use crate::log::{self, complain, printable};
 use crate::tuned::ShapeChoice;
-use crate::units::parse_duration;
+use crate::units::{parse_duration, parse_size};
 
 /// Serve virtual disks to guests, and create, inspect, check, convert and measure them
 #[derive(Debug, Parser)]
@@ -322,6 +323,31 @@ impl PolicyArgs {
         let time = pause_at_most.map(|time| ["--pause-at-most".into(), format!("{}us", time.as_micros()).into()]);
         words.extend(time.into_iter().flatten());
         words
+    }
+}
+
+/// How a server has devices made longer under thin disks.
+#[derive(Debug, Args)]
+struct GrowArgs {
+    /// Run this program when a disk's thin image (qcow2, dynamic VHD) has little room left on its block device: an absolute path. Its
+    /// arguments are the device's path, the device's length in bytes, and the length wanted in bytes; it sees PATH, LC_ALL=C and SPILE_DISK,
+    /// the disk's name. Guests' writes that find no room wait for it, and see no error when the device is longer then. A disk that is no
+    /// thin image on a block device is refused
+    #[arg(long, value_name = "COMMAND")]
+    grow: Option<PathBuf>,
+    /// With less room than this, a longer device is wanted: so long that twice as much is free [default: 1G]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    grow_ahead: Option<u64>,
+    /// The longest time that the program may take. After that it is ended, and writes that find no room fail, or wait on, as --on-error says
+    /// [default: 60s]
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    grow_timeout: Option<Duration>,
+}
+
+impl GrowArgs {
+    fn options(&self) -> GrowOptions {
+        let Self { grow, grow_ahead, grow_timeout } = self;
+        GrowOptions { command: grow.clone(), ahead_bytes: *grow_ahead, timeout: *grow_timeout }
     }
 }
 

@@ -10,7 +10,7 @@ use spile_front_nbd::{ServerConfig, TlsFiles};
 use spile_image::Format;
 use spile_store::CacheMode;
 
-use super::{Exit, ParentArgs, PolicyArgs, parse_cache, parse_engine, parse_format, parse_shape, try_say};
+use super::{Exit, GrowArgs, ParentArgs, PolicyArgs, parse_cache, parse_engine, parse_format, parse_shape, try_say};
 use crate::disks::DiskSpec;
 use crate::limits::GroupSpec;
 use crate::listen::{SocketAccess, parse_group, parse_mode};
@@ -53,8 +53,8 @@ use crate::uri::Address;
 /// again to the same socket.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
-    /// What to serve. Options of a disk: name=N, serial=S, format=F, read-only, on-error=P, pause-at-most=T, shape=S, and
-    /// limits as `spile limit` has them, such as iops=N
+    /// What to serve. Options of a disk: name=N, serial=S, format=F, read-only, on-error=P, pause-at-most=T, grow=COMMAND,
+    /// grow-ahead=SIZE, grow-timeout=T, shape=S, and limits as `spile limit` has them, such as iops=N
     #[arg(required = true, value_name = "DISK[,OPTION]...")]
     disks: Vec<DiskSpec>,
     /// Serve virtual machines by vhost-user-blk on this Unix socket: the first DISK, or the one exported as NAME (may be
@@ -100,7 +100,7 @@ pub struct ServeArgs {
     /// reaches the address may read there, and nothing else can be asked. The control socket always answers /metrics
     #[arg(long, value_name = "[HOST:]PORT", value_parser = parse_address)]
     metrics: Vec<Address>,
-    /// How many series a disk has in /metrics: `disk` for at most 124 and one for each of its limits, `layer` for each front, image and store, `queue` for each
+    /// How many series a disk has in /metrics: `disk` for at most 124 and one for each of its limits (5 more for a thin image on a device), `layer` for each front, image and store, `queue` for each
     /// queue as well
     #[arg(long, value_name = "disk|layer|queue", default_value_t)]
     metrics_detail: Detail,
@@ -118,6 +118,8 @@ pub struct ServeArgs {
     format: Option<Format>,
     #[command(flatten)]
     policy: PolicyArgs,
+    #[command(flatten)]
+    grow: GrowArgs,
     /// What to do with the sizes of requests on the way to the disks: `split=SIZE` makes parts of SIZE of larger reads and writes, which are
     /// in flight together (SSDs); `merge=SIZE` makes one request of up to SIZE of neighbours that come together (spinning disks);
     /// `auto` learns whether and how to split; `tuned` does what `spile tune` has recommended for the disk's device.
@@ -180,6 +182,7 @@ fn settings(args: &ServeArgs) -> Result<Settings> {
     opening.allow_data_file = args.parents.allow_data_file;
     opening.no_lock = args.parents.no_lock;
     opening.policy = args.policy.policy();
+    opening.grow = args.grow.options();
     opening.write_parent = args.write_parent;
     opening.shape = args.shape;
     args.group.iter().try_for_each(|group| opening.groups.declare(group))?;

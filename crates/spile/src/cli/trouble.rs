@@ -60,6 +60,8 @@ pub struct TroublePolicy {
 ///
 /// Requests wait, too, when they fail because of trouble below the disk and its policy is `pause`. They are tried again from time
 /// to time anyway, at most 5 seconds after the last time; this tries all of them at once.
+///
+/// A disk whose thin image lies on a block device takes up what the device has gained since.
 #[derive(Debug, Args)]
 pub struct ResumeArgs {
     #[command(flatten)]

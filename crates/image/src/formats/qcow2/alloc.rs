@@ -114,15 +114,25 @@ impl<S: Store> Qcow2<S> {
         if !writing.space().ready.is_empty() {
             return Ok(());
         }
+        let prepared = self.prepare_batch(writing, &mut counts).await;
+        self.tell_room(&counts, &prepared);
+        prepared
+    }
+
+    async fn prepare_batch(&self, writing: &Writing, counts: &mut Refcounts) -> Result<()> {
         writing.check(&self.store)?;
-        let mut found = self.find_free(&mut counts, self.batch(writing)).await?;
-        if found.is_empty() && self.recycle(writing, &mut counts).await? {
-            found = self.find_free(&mut counts, self.batch(writing)).await?;
+        let mut found = self.find_free(counts, self.batch(writing)).await?;
+        if found.is_empty() && self.recycle(writing, counts).await? {
+            found = self.find_free(counts, self.batch(writing)).await?;
+        }
+        // Whoever runs out asks whether the device is longer by now, and nobody else does.
+        if found.is_empty() && self.has_grown().await? {
+            found = self.find_free(counts, self.batch(writing)).await?;
         }
         let capacity = counts.capacity();
         if found.first().is_some_and(|first| *first >= capacity) {
-            self.grow_table(writing, &mut counts).await?;
-            found = self.find_free(&mut counts, self.batch(writing)).await?;
+            self.grow_table(writing, counts).await?;
+            found = self.find_free(counts, self.batch(writing)).await?;
         }
         let capacity = counts.capacity();
         found.retain(|cluster| *cluster < capacity);
@@ -137,14 +147,14 @@ impl<S: Store> Qcow2<S> {
             }
             emptied => emptied?,
         }
-        self.make_ready(writing, &mut counts, found).await
+        self.make_ready(writing, counts, found).await
     }
 
     fn no_space(&self) -> Error {
         Error::new(ErrorKind::NoSpace, "no cluster of the image is free")
             .at_path(self.store.path())
             .at_offset(self.store.len_bytes())
-            .hint("enlarge the volume under the image and open the disk anew, or discard what the guest does not need")
+            .hint("enlarge the volume under the image: the next write takes that up; or discard what the guest does not need")
     }
 
     /// How many clusters to make ready.
@@ -171,7 +181,7 @@ impl<S: Store> Qcow2<S> {
             (at, pieces) = (piece_end, pieces + 1);
         }
         // What was passed is in use, or about to be.
-        counts.hint = found.last().map_or(at, |last| last + 1);
+        counts.pass(&found, at);
         if found.len() as u64 >= most.min(ENOUGH_RECYCLED) {
             return Ok(found);
         }
@@ -254,21 +264,24 @@ impl<S: Store> Qcow2<S> {
         Ok(())
     }
 
-    /// Puts a refcount table of twice the size behind all clusters, with blocks that count it.
+    /// Puts a refcount table of twice the size behind all clusters that the old one counts, with blocks that count it. In a file that is behind
+    /// its end; on a device the clusters there are free, for nothing counts them.
     ///
-    /// The new table and its blocks are durable before the header names them; the old table is free after that is durable.
+    /// The new table and its blocks are durable before the header names them; the old table is free after that is durable. A power cut before
+    /// leaves bytes that nothing refers to, behind all that the old table counts: they are as free as before.
     async fn grow_table(&self, writing: &Writing, counts: &mut Refcounts) -> Result<()> {
         let bits = counts.cluster_bits;
-        let len = self.store.len_bytes();
-        let (table, blocks) = counts.plan_table(len.div_ceil(1 << bits))?;
-        if !self.store.info().grows_zeroed && blocks.end << bits > len {
-            return Err(self.no_space());
-        }
+        let grows = self.store.info().grows_zeroed;
+        let first = if grows { self.store.len_bytes().div_ceil(1 << bits) } else { 0 };
+        let (table, blocks) = counts.plan_table(first)?;
         let all = table.start..blocks.end;
+        if !grows {
+            self.check_place(counts, all.clone()).await?;
+        }
         self.empty(bits, &all.clone().collect::<Vec<_>>()).await?;
         let old = counts.replace_table(table, blocks.clone());
         let written = async {
-            counts.change(&self.store, all, |count| (count == 0).then_some(1)).await?;
+            counts.change(&self.store, all.clone(), |count| (count == 0).then_some(1)).await?;
             counts.write_table(&self.store).await?;
             self.store.sync().await
         };
@@ -281,8 +294,25 @@ impl<S: Store> Qcow2<S> {
             self.store.sync().await
         };
         named.await.inspect_err(|_| writing.refuse_writes())?;
+        // A search may have passed what is counted only now.
+        counts.hint = counts.hint.min(all.start);
         let old = counts.drop_table(old);
         counts.release(&self.store, old).await.map(drop)
+    }
+
+    /// Refuses clusters of a device that are not there, or that hold a table which the image does not count.
+    async fn check_place(&self, counts: &Refcounts, clusters: Range<u64>) -> Result<()> {
+        let bits = counts.cluster_bits;
+        if clusters.end << bits > self.store.len_bytes() {
+            self.has_grown().await?;
+        }
+        if clusters.end << bits > self.store.len_bytes() {
+            return Err(self.no_space());
+        }
+        match clusters.into_iter().find(|cluster| counts.is_metadata(*cluster)) {
+            Some(cluster) => Err(self.corrupt(cluster << bits, "a table has the refcount 0").await),
+            None => Ok(()),
+        }
     }
 
     /// Writes a few bytes of the header, within one sector.

@@ -35,6 +35,7 @@ mod parent;
 mod refcounts;
 mod reparent;
 mod resize;
+mod room;
 mod slices;
 mod write;
 mod writing;
@@ -63,6 +64,7 @@ use crate::grace::Reader;
 use crate::inner::{InnerChange, InnerSnapshot};
 use crate::layer::{EncodedUnit, Found, GivenBack, Identity, Layer, MapPiece, ParentRef};
 use crate::measure::Space;
+use crate::room::HearRoom;
 
 /// The format.
 pub struct Qcow2Format;
@@ -279,6 +281,16 @@ impl<S: Store> Layer<S> for Qcow2<S> {
 
     fn allocations(&self) -> u64 {
         self.writing.as_ref().map_or(0, |writing| writing.space().given_out)
+    }
+
+    fn watch_room(&self, hear: HearRoom) -> bool {
+        let Some(writing) = self.writing.as_ref().filter(|_| !self.store.info().grows_zeroed) else { return false };
+        writing.room.set(hear);
+        true
+    }
+
+    async fn look_for_room(&self) -> Result<()> {
+        self.look_for_more().await
     }
 
     async fn parent(&self) -> Result<Option<ParentRef>> {

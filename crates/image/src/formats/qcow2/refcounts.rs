@@ -30,6 +30,9 @@ pub(super) struct Refcounts {
     metadata: HashSet<u64>,
     /// No free cluster is known before this one.
     pub hint: u64,
+    /// No search has come further than this. What lies before it was in use then, but for `free_before` clusters at most.
+    passed: u64,
+    free_before: u64,
 }
 
 /// A refcount table that replaces another one.
@@ -55,8 +58,18 @@ impl Refcounts {
         let table_at = first..first + u64::from(header.refcount_table_clusters);
         let (piece_bits, pieces) = (MAX_PIECE_BITS.min(bits), HashMap::new());
         let order = header.refcount_order;
-        let mut counts =
-            Self { cluster_bits: bits, order, piece_bits, table, table_at, pieces, metadata: HashSet::new(), hint: 0 };
+        let mut counts = Self {
+            cluster_bits: bits,
+            order,
+            piece_bits,
+            table,
+            table_at,
+            pieces,
+            metadata: HashSet::new(),
+            hint: 0,
+            passed: 0,
+            free_before: 0,
+        };
         counts.note_tables(store, header, l1)?;
         Ok(counts)
     }
@@ -95,6 +108,24 @@ impl Refcounts {
     /// Notes that a cluster holds a table from now on.
     pub(super) fn add_metadata(&mut self, cluster: u64) {
         self.metadata.insert(cluster);
+    }
+
+    /// A search has come to `end` and has `found` free clusters, which ascend and are taken now. The next one goes on behind the last of them.
+    pub(super) fn pass(&mut self, found: &[u64], end: u64) {
+        self.hint = found.last().map_or(end, |last| last + 1);
+        let known = found.partition_point(|cluster| *cluster < self.passed) as u64;
+        self.free_before = self.free_before.saturating_sub(known);
+        self.passed = self.passed.max(self.hint);
+    }
+
+    /// True once a search has been made.
+    pub(super) fn was_searched(&self) -> bool {
+        self.passed > 0
+    }
+
+    /// How many of the first `clusters` clusters are free, as far as searches have come. What is in use behind that counts as free.
+    pub(super) fn free_within(&self, clusters: u64) -> u64 {
+        clusters.saturating_sub(self.passed) + self.free_before.min(clusters)
     }
 
     /// Clusters that one block counts, as a power of two.
@@ -236,7 +267,8 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Where a larger table goes, if it is placed at `first` or behind: the clusters of the table, then those of blocks that count them.
+    /// Where a larger table goes, if it is placed at `first` or behind, and behind all that this one counts: the clusters of the table, then those
+    /// of blocks that count them.
     ///
     /// # Errors
     /// `Unsupported` when the table has its greatest size.
@@ -320,6 +352,7 @@ impl Refcounts {
             }
             self.metadata.remove(&cluster);
             self.hint = self.hint.min(cluster);
+            self.free_before += u64::from(cluster < self.passed);
             match free.last_mut() {
                 Some(run) if run.end == cluster => run.end += 1,
                 _ => free.push(cluster..cluster + 1),

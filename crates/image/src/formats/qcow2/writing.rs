@@ -14,6 +14,7 @@ use super::refcounts::Refcounts;
 use crate::grace::Grace;
 use crate::layer::Layer as _;
 use crate::range_lock::RangeLock;
+use crate::room::RoomWatch;
 
 /// Where the header has its incompatible and its autoclear features.
 const INCOMPATIBLE_AT: u64 = 72;
@@ -28,6 +29,7 @@ pub(super) struct Writing {
     pub counts: async_lock::Mutex<Refcounts>,
     pub space: Mutex<Space>,
     pub flushes: Flushes,
+    pub room: RoomWatch,
     /// Held while the header is changed. Whoever holds it waits for no other lock of the image.
     pub header: async_lock::Mutex<()>,
     /// Held shared while an L1 entry changes, and alone while the L1 table gets another place.
@@ -60,6 +62,7 @@ impl Writing {
             counts: async_lock::Mutex::new(counts),
             space: Mutex::default(),
             flushes: Flushes::default(),
+            room: RoomWatch::default(),
             header: async_lock::Mutex::new(()),
             l1: async_lock::RwLock::new(()),
             resizing: async_lock::Mutex::new(()),

@@ -146,6 +146,8 @@ pub(crate) struct AllocState {
     /// The file is never cut before this offset: another program may keep something before it, or a table may name a block
     /// there that the map in memory does not have.
     keep_end: u64,
+    /// Where a device ended when its last sector was last known to be the footer's place: blocks lie before that.
+    pub device_end: u64,
     footers: FooterState,
 }
 
@@ -169,9 +171,9 @@ impl AllocState {
 }
 
 impl Alloc {
-    /// The allocator of an image that has the unused runs `gaps`, and nothing but a footer from `next_free` on.
-    pub(crate) fn new(next_free: u64, gaps: Vec<Range<u64>>, keep_end: u64, footers: FooterState) -> Self {
-        let state = AllocState { next_free, gaps, keep_end, footers, ..AllocState::default() };
+    /// The allocator of an image that has the unused runs `gaps`, and nothing but a footer from `next_free` on. The store ends at `end`.
+    pub(crate) fn new(next_free: u64, gaps: Vec<Range<u64>>, keep_end: u64, end: u64, footers: FooterState) -> Self {
+        let state = AllocState { next_free, gaps, keep_end, device_end: end, footers, ..AllocState::default() };
         Self { state: Mutex::new(state), preparing: async_lock::Mutex::new(()) }
     }
 
@@ -345,7 +347,8 @@ impl<S: Store> Sparse<S> {
             // A file may be as long as one block more needs, and no longer.
             done = self.prepare_step(1).await;
         }
-        match no_space(&done) && self.recycle(1).await? {
+        // What was released needs no longer device, and no answer of it.
+        match done.is_err() && self.recycle(1).await? {
             true => Ok(()),
             false => done,
         }
@@ -512,16 +515,21 @@ impl<S: Store> Sparse<S> {
         Ok(end - start + (group.len() as u64 - 1) * self.layout.block_bytes)
     }
 
+    /// How many blocks of the disk have no place yet, not even a prepared one.
+    pub(super) fn lacking_blocks(&self) -> u64 {
+        let allocated = self.bat.allocated().count();
+        (self.bat.entries() as usize).saturating_sub(allocated + self.alloc.lock().ready.len()) as u64
+    }
+
     /// How many blocks the next step should have: never more than the disk still lacks.
     fn step_blocks(&self) -> u64 {
-        let allocated = self.bat.allocated().count();
+        let lacking = self.lacking_blocks();
         let state = self.alloc.lock();
-        let lacking = (self.bat.entries() as usize).saturating_sub(allocated + state.ready.len());
         let bytes = match self.store.info().grows_zeroed {
             true => state.next_free.clamp(STEP_MIN_BYTES, STEP_MAX_BYTES),
             false => (state.next_free / 8).clamp(STEP_MIN_BYTES, DEVICE_STEP_MAX_BYTES),
         };
-        (bytes / self.layout.block_bytes).clamp(1, STEP_MAX_BLOCKS).min(lacking as u64)
+        (bytes / self.layout.block_bytes).clamp(1, STEP_MAX_BLOCKS).min(lacking)
     }
 
     /// The places of up to `count` blocks inside `within`. Data lie on 4 KiB boundaries, with the bitmap in the
@@ -577,8 +585,15 @@ impl<S: Store> Sparse<S> {
         };
         match self.store.info().grows_zeroed {
             true => self.extend(next_free, tail_is_clean, range.end).await?,
-            false if range.end + SECTOR > self.store.len_bytes() => return Err(self.no_space()),
-            false => self.store.zero_range(StoreOffset(range.start), range.end - range.start).await?,
+            false => {
+                if range.end > self.blocks_limit() {
+                    self.has_grown().await?;
+                }
+                if range.end > self.blocks_limit() {
+                    return Err(self.no_space());
+                }
+                self.store.zero_range(StoreOffset(range.start), range.end - range.start).await?;
+            }
         }
         let mut state = self.alloc.lock();
         state.tail_is_clean = true;
@@ -652,9 +667,19 @@ impl<S: Store> Sparse<S> {
     }
 
     async fn prepare_on_device(&self, count: u64) -> Result<()> {
+        let prepared = self.prepare_behind(count).await;
+        self.tell_room(&prepared);
+        prepared
+    }
+
+    async fn prepare_behind(&self, count: u64) -> Result<()> {
+        // Somebody may make the device longer at any time, and then the footer at its end is not at its end any more.
+        self.mend_copy().await?;
         let next_free = self.alloc.lock().next_free;
-        let limit = self.store.len_bytes().saturating_sub(SECTOR);
-        let places = self.places(next_free..limit, count);
+        let mut places = self.places(next_free..self.blocks_limit(), count);
+        if places.is_empty() && self.has_grown().await? {
+            places = self.places(next_free..self.blocks_limit(), count);
+        }
         let Some(&last) = places.last() else { return Err(self.no_space()) };
         let mut ready = Vec::with_capacity(places.len());
         for &sector in &places {
@@ -673,7 +698,7 @@ impl<S: Store> Sparse<S> {
         state.ready.extend(ready);
     }
 
-    fn no_space(&self) -> Error {
+    pub(super) fn no_space(&self) -> Error {
         Error::new(ErrorKind::NoSpace, "no room for another block")
             .at_path(self.store.path())
             .at_offset(self.store.len_bytes())

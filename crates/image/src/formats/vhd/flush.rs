@@ -198,7 +198,8 @@ impl<S: Store> Sparse<S> {
     async fn end_file(&self) -> Result<()> {
         self.mend_copy().await?;
         if !self.store.info().grows_zeroed {
-            self.write_footer_at(self.store.len_bytes() - SECTOR).await?;
+            // Other programs look for it where the device ends now.
+            self.write_footer_at(self.store.look_for_growth().await? - SECTOR).await?;
             self.write_batmap().await?;
             return self.store.sync().await;
         }

@@ -7,7 +7,7 @@
 //! | valid, of a fixed disk | anything | the footer: the bytes at the start are the guest's |
 //! | valid | the same, or torn | the footer |
 //! | torn or missing | valid, not of a fixed disk | the copy |
-//! | valid | valid, another | the footer if the image fits it; else the copy if the image fits that; else neither |
+//! | valid | valid, another | in a file, the footer if the image fits it, else the copy if it fits that; on a device the copy first; else neither |
 //! | torn or missing | torn | neither |
 //!
 //! The image fits a footer when header and BAT are where the footer says, the BAT has an entry for each block of that
@@ -17,6 +17,14 @@
 //! then leaves a file that ends with a guest's bytes. So a footer at the end does not count when a block of the image that the
 //! copy describes lies over it. For the footer of a fixed disk that case has no answer, for the guest of a fixed disk
 //! can write what looks like a copy as well: such a file is refused.
+//!
+//! **A device may end with what was left there.** A volume that was made longer ends with anything: with the footer of a volume that was
+//! deleted, or with an older one of the same image, after the volume was made shorter once. Images of one kind fit each other's footers, and a
+//! smaller size always fits. So on a device the copy counts, if the image fits it, before a footer at the end that describes another disk. When that
+//! footer is a fixed disk's, the device is refused: the guest of a fixed disk can write all that is at its start.
+//!
+//! A change of the size or the parent writes the footer at the end first, then the copy, and is acknowledged when both are durable (`resize`,
+//! `grow`, `shrink`, `reparent`). Up to then the image fits either, so a crash in between leaves the old size or parent on a device.
 
 use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
 
@@ -71,7 +79,7 @@ impl Footers {
             Other::Agrees => None,
             Other::Bad(error) => Some(format!("{other} is missing or bad: {}", error.message())),
             Other::Differs { what, .. } => {
-                let why = if self.uses_copy { ", which counts because the image does not fit the other" } else { "" };
+                let why = if self.uses_copy { ", which counts" } else { "" };
                 let one = if self.uses_copy { "copy at the start" } else { "one at the end" };
                 Some(format!("{other} differs from the {one}{why}: {what}"))
             }
@@ -113,10 +121,12 @@ pub(super) async fn read_footers<S: Store>(store: &S) -> Result<Footers> {
     }
 }
 
-/// A footer, for a look at what the image is: the one at the end if it is valid, else the copy at the start.
+/// A footer, for a look at what the image is: the one at the end of a file if it is valid, else the one that counts. A device may end with what
+/// was left there.
 pub(super) async fn any_footer<S: Store>(store: &S) -> Result<Footer> {
     let len = store.len_bytes();
-    if len >= SECTOR
+    if store.info().grows_zeroed
+        && len >= SECTOR
         && let Ok(footer) = read_footer_at(store, len - SECTOR, SECTOR).await?
     {
         return Ok(footer);
@@ -144,6 +154,7 @@ async fn choose<S: Store>(store: &S, end: Footer, trailing_bytes: u64, copy: Foo
     let is_data = covers(store, &copy, end_at).await?;
     let why_not_end = match is_data {
         true => Some(corrupt("the footer at the end lies in a block")),
+        false if is_device_of(store, &copy, end_at).await? => Some(left_behind()),
         false => misfit(store, &end, end_at).await?,
     };
     let Some(why_not_end) = why_not_end else {
@@ -163,11 +174,25 @@ async fn choose<S: Store>(store: &S, end: Footer, trailing_bytes: u64, copy: Foo
     Ok(Footers { footer: copy, trailing_bytes: if is_data { 0 } else { trailing_bytes }, uses_copy: true, other })
 }
 
+/// True for a device on which the image fits the copy at its start: what looks like a footer at its end may have been left there.
+async fn is_device_of<S: Store>(store: &S, copy: &Footer, end_at: u64) -> Result<bool> {
+    Ok(!store.info().grows_zeroed && misfit(store, copy, end_at).await?.is_none())
+}
+
+fn left_behind() -> Error {
+    corrupt("the footer at the end describes another disk, as what a volume that was made longer ends with may do")
+}
+
 /// Refuses a file that ends with the footer of a fixed disk, and begins as another image in which a block lies over that
-/// footer. One of the two was written by a guest.
+/// footer. One of the two was written by a guest. Refuses a device, too, whose footer at the end may have been left by another image.
 async fn refuse_doubt<S: Store>(store: &S, copy: Option<Footer>, end_at: u64) -> Result<()> {
     let Some(copy) = copy.filter(|copy| copy.disk_type != DiskType::Fixed) else { return Ok(()) };
     match covers(store, &copy, end_at).await? {
+        false if is_device_of(store, &copy, end_at).await? => Err(corrupt(
+            "the device begins as a dynamic VHD and ends as a fixed one, as a volume that was made longer may do",
+        )
+        .at_offset(end_at)
+        .hint("if it was made longer, zero its last 512 bytes; if it is a fixed VHD, `spile convert --format raw` copies the bytes as they are")),
         false => Ok(()),
         true => Err(corrupt(
             "the file ends as a fixed VHD, and begins as another one in which the same bytes are a guest's data",

@@ -17,6 +17,7 @@ use crate::facts::Facts;
 use crate::formats::raw::Raw;
 use crate::grace::Reader;
 use crate::layer::{Found, GivenBack, Identity, Layer, MapPiece, ParentRef};
+use crate::room::HearRoom;
 
 /// A sealed image's bitmaps are needed only until they are in the merged map of a graph's parents.
 const SEALED_CACHE_BYTES: usize = 1 << 20;
@@ -255,6 +256,23 @@ impl<S: Store> Layer<S> for Vhd<S> {
         match self {
             Self::Fixed(..) => 0,
             Self::Sparse(sparse) => sparse.alloc.given_out(),
+        }
+    }
+
+    fn watch_room(&self, hear: HearRoom) -> bool {
+        match self {
+            Self::Sparse(sparse) if !sparse.is_read_only() && !sparse.store.info().grows_zeroed => {
+                sparse.room.set(hear);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    async fn look_for_room(&self) -> Result<()> {
+        match self {
+            Self::Fixed(..) => Ok(()),
+            Self::Sparse(sparse) => sparse.look_for_more().await,
         }
     }
 

@@ -25,8 +25,8 @@
 //! 7. **Parents before child.** A chain that is opened for writing first makes its parents durable: they may have been
 //!    leaves of a process that was killed, and from now on flushes go to the leaf only.
 //!
-//! Blocks and bits that are given up have their order of writes in `forget`, another parent in `reparent`, and another size in
-//! `resize`, `grow` and `shrink`.
+//! Blocks and bits that are given up have their order of writes in `forget`, another parent in `reparent`, another size in
+//! `resize`, `grow` and `shrink`, and a longer device in `room`.
 //!
 //! A batmap is trusted at open, and made void (and synced) before the first release of a block, as it would otherwise
 //! call the block's successor full.
@@ -51,6 +51,7 @@ mod open;
 mod parent;
 mod reparent;
 mod resize;
+mod room;
 mod shrink;
 mod write;
 
@@ -82,6 +83,7 @@ use crate::layer::{Found, MapPiece, ParentRef};
 use crate::loads::Loads;
 use crate::measure::Space;
 use crate::range_lock::RangeLock;
+use crate::room::RoomWatch;
 
 /// The format.
 pub struct VhdFormat;
@@ -249,6 +251,7 @@ pub struct Sparse<S> {
     bits: BitsCache,
     journal: Journal,
     alloc: Alloc,
+    room: RoomWatch,
     flusher: Flusher,
     grace: Grace,
     /// What runs beside requests.

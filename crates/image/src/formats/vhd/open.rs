@@ -28,6 +28,7 @@ use crate::formats::raw::Raw;
 use crate::grace::Grace;
 use crate::loads::Loads;
 use crate::range_lock::RangeLock;
+use crate::room::RoomWatch;
 
 /// BAT bytes read at a time.
 const BAT_READ_BYTES: usize = 256 << 10;
@@ -79,7 +80,8 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
     let gaps = if how.read_only { Vec::new() } else { gaps(&layout, &sectors) };
     let head = Head { metadata_end: layout.metadata_end(), spare, footer, header, batmap: layout.batmap.clone() };
     let sparse = Sparse {
-        alloc: Alloc::new(next_free, gaps, keep_end, footers),
+        alloc: Alloc::new(next_free, gaps, keep_end, store.len_bytes(), footers),
+        room: RoomWatch::default(),
         bits: BitsCache::new(how.cache_bytes, layout.bitmap_bytes as usize),
         journal: Journal::new(layout.journal_on(&store), owner, generation),
         flusher: Flusher::new(has_batmap),
@@ -104,18 +106,20 @@ pub(crate) async fn open<S: Store>(store: S, env: &Arc<dyn Env>, how: OpenLayer)
 }
 
 /// Writes the footer that counts over one that describes another disk, before any block can change: what the image fits
-/// must not be decided anew from what this session leaves. On a store that does not grow, no block may lie where the footer
-/// goes.
+/// must not be decided anew from what this session leaves. On a device, where no block may lie where the footer goes, it is also written where there is
+/// none: the device may be longer than it was, and blocks come behind its old end only when the footer is at the new one (`room`).
 async fn make_footers_agree<S: Store>(store: &S, found: &Footers, layout: &Layout, sectors: &[u32]) -> Result<()> {
-    let len = store.len_bytes();
+    let (len, is_device) = (store.len_bytes(), !store.info().grows_zeroed);
     let blocks_end = sectors.last().map_or(0, |&last| layout.block_end(last));
-    if !store.info().grows_zeroed && blocks_end > len - SECTOR {
+    if is_device && blocks_end > len - SECTOR {
         return Err(corrupt("a block lies at the end of the device, where the footer goes").at_offset(len - SECTOR));
     }
-    if !found.differ() {
-        return Ok(());
-    }
-    let at = if found.uses_copy { len - found.trailing_bytes } else { 0 };
+    let at = match found.uses_copy {
+        true if is_device => len - SECTOR,
+        true if found.differ() => len - found.trailing_bytes,
+        false if found.differ() => 0,
+        _ => return Ok(()),
+    };
     store.write_at(StoreOffset(at), &Segments::copied(&found.footer.to_bytes()), Via::Cached).await?;
     store.sync().await
 }

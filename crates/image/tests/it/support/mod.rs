@@ -132,6 +132,10 @@ pub struct MemFile {
     pub largest_read_bytes: AtomicU64,
     pub syncs: AtomicU64,
     pub writes: AtomicU64,
+    /// How often somebody has looked whether the file is longer.
+    pub looks: AtomicU64,
+    /// Every such look fails while this is set.
+    pub fails_looks: AtomicBool,
     /// Every operation that changes the file fails while this is set.
     pub fails: AtomicBool,
     /// Every write at offset 0 fails while this is set.
@@ -185,6 +189,12 @@ impl MemFile {
 
     pub fn set_len(&self, len: u64) {
         self.lock().set_len(len);
+    }
+
+    /// Makes a device `by` bytes longer. What it gains holds anything.
+    pub fn lengthen(&self, by: u64) {
+        let end = self.len();
+        self.patch(end, &pattern(end, by as usize));
     }
 
     /// The file was closed: its pages are clean, and each may be written either way from now on.
@@ -260,9 +270,16 @@ async fn until(condition: impl Fn() -> bool) {
 pub struct MemStore {
     file: Arc<MemFile>,
     read_only: bool,
+    /// Where a device ended when that was last looked at.
+    device_end: AtomicU64,
 }
 
 impl MemStore {
+    fn new(file: Arc<MemFile>, read_only: bool) -> Self {
+        let device_end = AtomicU64::new(file.len());
+        Self { file, read_only, device_end }
+    }
+
     fn fail(&self, kind: ErrorKind, what: &str, offset: u64) -> Error {
         Error::new(kind, what).at_path(&self.file.path).at_offset(offset)
     }
@@ -329,7 +346,10 @@ impl Store for MemStore {
     }
 
     fn len_bytes(&self) -> u64 {
-        self.file.len()
+        match self.file.kind.is_device {
+            true => self.device_end.load(Ordering::Relaxed),
+            false => self.file.len(),
+        }
     }
 
     fn path(&self) -> &Path {
@@ -345,7 +365,8 @@ impl Store for MemStore {
         let mut bytes = vec![0; into.len()];
         {
             let content = self.file.lock();
-            if offset.0.checked_add(len).is_none_or(|end| end > content.len) {
+            let end = if self.file.kind.is_device { self.device_end.load(Ordering::Relaxed) } else { content.len };
+            if offset.0.checked_add(len).is_none_or(|to| to > end) {
                 return Err(self.fail(ErrorKind::OutOfRange, "read past the end", offset.0));
             }
             content.read(offset.0, &mut bytes);
@@ -362,7 +383,7 @@ impl Store for MemStore {
         self.check_aligned(offset.0, from, via);
         self.check_room(offset.0 + from.len() as u64)?;
         let mut content = self.file.lock();
-        if self.file.kind.is_device && offset.0 + from.len() as u64 > content.len {
+        if self.file.kind.is_device && offset.0 + from.len() as u64 > self.device_end.load(Ordering::Relaxed) {
             return Err(self.fail(ErrorKind::OutOfRange, "write past the end of the device", offset.0));
         }
         if !self.file.kind.is_device {
@@ -400,6 +421,16 @@ impl Store for MemStore {
         assert!(!self.file.kind.is_device, "a device was asked to change its length");
         self.file.lock().set_len(len_bytes);
         Ok(())
+    }
+
+    async fn look_for_growth(&self) -> Result<u64> {
+        self.pause().await;
+        self.file.looks.fetch_add(1, Ordering::Relaxed);
+        if self.file.fails_looks.load(Ordering::Relaxed) {
+            return Err(self.fail(ErrorKind::Io, "the length cannot be read", 0));
+        }
+        self.device_end.fetch_max(self.file.len(), Ordering::Relaxed);
+        Ok(self.len_bytes())
     }
 
     async fn extent_at(&self, offset: StoreOffset) -> Result<StoreExtent> {
@@ -443,6 +474,8 @@ impl MemFiles {
             largest_read_bytes: AtomicU64::new(0),
             syncs: AtomicU64::new(0),
             writes: AtomicU64::new(0),
+            looks: AtomicU64::new(0),
+            fails_looks: AtomicBool::new(false),
             fails: AtomicBool::new(false),
             fails_at_start: AtomicBool::new(false),
             fails_in: AtomicU64::new(0),
@@ -461,7 +494,7 @@ impl MemFiles {
     }
 
     pub fn store(&self, path: impl AsRef<Path>) -> MemStore {
-        MemStore { file: self.file(path), read_only: false }
+        MemStore::new(self.file(path), false)
     }
 
     /// The paths that were opened so far.
@@ -493,7 +526,7 @@ impl Files for MemFiles {
         self.opened.lock().unwrap().push(path.to_owned());
         let file = self.files.lock().unwrap().get(path).cloned();
         let file = file.ok_or_else(|| Error::new(ErrorKind::NotFound, "open failed").at_path(path))?;
-        Ok(MemStore { file, read_only: mode == OpenMode::ReadOnly })
+        Ok(MemStore::new(file, mode == OpenMode::ReadOnly))
     }
 
     async fn create(&self, path: &Path, _: u64) -> Result<MemStore> {
@@ -513,7 +546,7 @@ impl Files for MemFiles {
     }
 
     async fn reopen(&self, store: &MemStore, mode: OpenMode) -> Result<MemStore> {
-        Ok(MemStore { file: store.file.clone(), read_only: mode == OpenMode::ReadOnly })
+        Ok(MemStore::new(store.file.clone(), mode == OpenMode::ReadOnly))
     }
 
     async fn remove(&self, path: &Path) -> Result<()> {

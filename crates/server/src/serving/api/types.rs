@@ -51,6 +51,9 @@ pub struct Disk {
     /// What the disk waits for, while it does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waiting: Option<Waiting>,
+    /// The room on the block device below it, if its leaf is a thin image on one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub room: Option<Room>,
     /// The sync that has failed, until its loss is accepted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failed_sync: Option<FailedSync>,
@@ -155,6 +158,46 @@ impl Waiting {
             error: Failure::of(&waiting.error).1.error,
         }
     }
+}
+
+/// The room of a thin image on a block device, which does not grow by itself.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Room {
+    /// The device's path.
+    pub device: String,
+    /// The device's length in bytes, as far as the image uses it. Left out until the image takes some room.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_bytes: Option<u64>,
+    /// How much of that is free, as far as the image has looked. Left out until the image takes some room.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub free_bytes: Option<u64>,
+    /// The length that the device should have; left out while there is enough room. Whoever makes the device longer tells the server: `POST
+    /// /v1/disks/{name}/resume`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wants_bytes: Option<u64>,
+    /// With less than this free, a longer device is wanted.
+    pub ahead_bytes: u64,
+    /// The program that the server runs to make the device longer. Left out when it has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub command: Option<String>,
+    /// The program runs now; requests that find no room wait for it.
+    pub is_growing: bool,
+    /// How often the program has made the device longer since the server began.
+    pub grown_total: u64,
+    /// How often that has failed.
+    pub failed_total: u64,
+    /// The last failure.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_failure: Option<GrowthFailure>,
+}
+
+/// A device was not made longer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct GrowthFailure {
+    /// Why, for people.
+    pub message: String,
+    /// When, in seconds since 1970-01-01 UTC.
+    pub at_unix_s: u64,
 }
 
 /// A way to a disk.

@@ -29,6 +29,7 @@ use crate::host_device::HostDevice;
 use crate::serving::disks::{Open, ServedDisk, layers_of};
 use crate::serving::doors::{Doors, blocking};
 use crate::serving::failed_syncs;
+use crate::serving::growing::{self, Growth};
 use crate::serving::jobs::{DiskJob, DiskJobs};
 use crate::serving::limits::{self, Groups};
 use crate::serving::metrics::Detail;
@@ -71,6 +72,7 @@ pub struct DiskView {
     jobs: Arc<DiskJobs>,
     checkpoints: Arc<Checkpoints>,
     pausing: Arc<Pausing>,
+    growth: Arc<Growth>,
     exports: Vec<Export>,
     meters: Vec<(FrontName, ReadMeter)>,
     spans: Vec<(FrontName, ReadSpans)>,
@@ -94,6 +96,7 @@ impl DiskView {
             jobs: open.jobs.clone(),
             checkpoints: open.checkpoints.clone(),
             pausing: open.pausing.clone(),
+            growth: open.growth.clone(),
             exports,
             meters,
             spans,
@@ -130,6 +133,7 @@ impl DiskView {
             paused,
             failed_sync: failed_sync.as_ref().map(FailedSync::from),
             waiting: waiting.as_ref().map(Waiting::new),
+            room: self.growth.show(),
             on_error: policy.on_error.to_string(),
             pause_at_most_s: policy.pause_at_most.map(|time| time.as_secs_f64()),
             shape: self.disk.shaping().shape().to_string(),
@@ -548,14 +552,15 @@ impl View {
     }
 
     /// Ends the pause `pause` of the disk of this name. When none is given, lets guests in that wait for a disk that moves between hosts.
-    /// Then tries all requests again that wait for trouble below it to pass.
+    /// Then tries all requests again that wait for trouble below it to pass, and has the disk take up what its device has gained.
     ///
     /// # Errors
     /// As [`View::find`]; `TimedOut` when this very pause is over; `Busy` when no pause is given and the disk is paused, or another host still
     /// writes to it.
     pub async fn resume(&self, name: &str, pause: Option<&str>, as_it_is: bool) -> Result<Resumed> {
-        let (disk, pausing, doors, jobs) = self
-            .with(name, |disk| Ok((disk.disk.clone(), disk.pausing.clone(), disk.doors.clone(), disk.jobs.clone())))?;
+        let (disk, growth) = self.with(name, |disk| Ok((disk.disk.clone(), disk.growth.clone())))?;
+        let (pausing, doors, jobs) =
+            self.with(name, |disk| Ok((disk.pausing.clone(), disk.doors.clone(), disk.jobs.clone())))?;
         let paused_s = match pause {
             Some(id) => Some(pausing.resume(id).await?.as_secs_f64()),
             None => {
@@ -567,7 +572,25 @@ impl View {
                 None
             }
         };
-        Ok(Resumed { requests: disk.troubles().map_or(0, Troubles::try_again), paused_s })
+        let requests = disk.troubles().and_then(Troubles::waiting).map_or(0, |waiting| waiting.requests);
+        self.try_again(&growth, disk);
+        Ok(Resumed { requests, paused_s })
+    }
+
+    /// Tries all requests again that wait for trouble to pass. A disk on a device takes up before what that has gained, so that they find it. The caller
+    /// does not wait for the disk's storage.
+    fn try_again(&self, growth: &Growth, disk: Arc<ServedDisk>) {
+        growth.forget_failures();
+        if growth.show().is_none() {
+            disk.troubles().map(Troubles::try_again);
+            return;
+        }
+        self.spawn(move || async move {
+            if let Err(error) = growing::look(&disk).await {
+                tracing::warn!("what the disk's device may have gained cannot be taken up: {error}");
+            }
+            disk.troubles().map(Troubles::try_again);
+        });
     }
 
     /// Accepts what a failed sync of the disk of this name may have lost: its flushes succeed again, unless a parent has lost something,

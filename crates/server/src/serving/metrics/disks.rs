@@ -38,6 +38,19 @@ const COUNTERS: [(&str, &str); 7] = [
     ("syncs_total", "Syncs that went to the file. Each covers all flushes that came before it."),
 ];
 
+/// What is told of a disk whose thin image lies on a block device, and of no other: each metric's name, its type and its meaning.
+pub const ROOM_METRICS: [(&str, &str, &str); 5] = [
+    ("spile_disk_device_bytes", "gauge", "The length of the device below a thin image, as far as the image uses it."),
+    (
+        "spile_disk_device_free_bytes",
+        "gauge",
+        "How much of the device the image does not use. It may find no room before this is 0 when that lies in small pieces.",
+    ),
+    ("spile_disk_device_wanted_bytes", "gauge", "The length that the device should have; 0 while it has enough."),
+    ("spile_disk_device_growths_total", "counter", "Times that the command of --grow has made the device longer."),
+    ("spile_disk_device_growth_failures_total", "counter", "Times that it has failed to."),
+];
+
 /// Adds the series of the server and of all disks.
 ///
 /// # Errors
@@ -137,7 +150,25 @@ fn state(families: &mut Families, disk: &Disk) {
     add("waiting_seconds", "How long the first of these requests has waited; 0 when none waits.", &labels, time_s);
     let has_failed = if disk.failed_sync.is_some() { 1.0 } else { 0.0 };
     add("sync_failed", "1 after a failed sync, until its loss is accepted: every flush fails.", &labels, has_failed);
+    room(families, disk, &labels);
     limits(families, disk, &labels);
+}
+
+/// The room of a thin image on a block device.
+fn room(families: &mut Families, disk: &Disk, labels: &[Label]) {
+    let Some(room) = &disk.room else { return };
+    let gauge = |bytes: u64| Value::Gauge(bytes as f64);
+    let counter = |count: u64| Some(Value::Counter(count as f64));
+    let values = [
+        room.device_bytes.map(gauge),
+        room.free_bytes.map(gauge),
+        Some(gauge(room.wants_bytes.unwrap_or(0))),
+        counter(room.grown_total),
+        counter(room.failed_total),
+    ];
+    for ((name, _, help), value) in ROOM_METRICS.into_iter().zip(values) {
+        value.into_iter().for_each(|value| families.add(name, help, labels, value));
+    }
 }
 
 /// What limits a disk, and what that has delayed. A limit that there is not has no series.
