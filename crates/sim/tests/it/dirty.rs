@@ -51,7 +51,7 @@ fn host(seed: u64) -> World {
     let align_bytes = if rng.chance(1, 2) { 512 } else { 4096 };
     let world = World::new(seed, Hardware { align_bytes, punches: !devices, devices });
     match devices {
-        true => world.install_device(DISK, DEVICE_BYTES),
+        true => world.install_device(DISK, DEVICE_BYTES, DEVICE_BYTES),
         false => world.install_empty(DISK, 0),
     }
     let there = world.clone();

@@ -75,7 +75,7 @@ impl Host {
         let size = rng.between(4, 12) * 16_384 + 4096;
         let image = form.empty_image(size, cluster_bytes, None);
         match devices {
-            true => world.install_device(IMAGE, DEVICE_BYTES),
+            true => world.install_device(IMAGE, DEVICE_BYTES, DEVICE_BYTES),
             false => world.install_empty(IMAGE, 0),
         }
         let there = world.clone();
