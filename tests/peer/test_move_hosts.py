@@ -207,7 +207,8 @@ class MoveHosts(Certificates, PeerTest):
         client = threading.Thread(target=writer.work, args=[near.uri()])
         client.start()
         to = f"nbds://{FAR}:{PORT}/come.vhd?tls-certificates={self.path('own')}&tls-hostname=localhost"
-        begun = spile_json("move", self.path("disk.vhd"), "--to", to, "--chain", "keep", "--rate", "8M")
+        # Little of the parent is data.
+        begun = spile_json("move", self.path("disk.vhd"), "--to", to, "--chain", "keep", "--rate", "256K")
         for trouble in ("cut", "kill", "cut"):
             time.sleep(0.5)
             self.link("down") if trouble == "cut" else far.kill()
