@@ -96,6 +96,20 @@ class Qcow2(PeerTest):
         run("qemu-img", "convert", "-f", "qcow2", "-O", "raw", image, raw)
         return raw
 
+    def compressed(self):
+        """Makes an image of each kind that qemu-img can compress, one after the other. Random bytes lie beside words in them."""
+        source = self.raw_of(self.image(seed=7))
+        with open(source, "r+b") as file:
+            file.seek(3 * MIB)
+            file.write(random.Random(3).randbytes(2 * MIB))
+            file.write(b"some words, and " * 100_000)
+        for kind, options in COMPRESSED.items():
+            image = self.path("c.qcow2")
+            image.unlink(missing_ok=True)
+            words = ["-o", options] if options else []
+            run("qemu-img", "convert", "-c", "-f", "raw", "-O", "qcow2", *words, source, image)
+            yield kind, image
+
     def assertReadsAlike(self, image, *options):
         """Checks that Spile reads what qemu-img reads: by compare, by convert, and in small pieces."""
         raw = self.raw_of(image)
@@ -125,17 +139,8 @@ class Reading(Qcow2):
                 self.assertEqual(spile_json("info", image)["virtual_size_bytes"], SIZE_BYTES)
 
     def test_compressed(self):
-        source = self.raw_of(self.image(seed=7))
-        with open(source, "r+b") as file:
-            file.seek(3 * MIB)
-            file.write(random.Random(3).randbytes(2 * MIB))
-            file.write(b"some words, and " * 100_000)
-        for kind, options in COMPRESSED.items():
+        for kind, image in self.compressed():
             with self.subTest(kind):
-                image = self.path("c.qcow2")
-                image.unlink(missing_ok=True)
-                words = ["-o", options] if options else []
-                run("qemu-img", "convert", "-c", "-f", "raw", "-O", "qcow2", *words, source, image)
                 self.assertReadsAlike(image)
                 self.assertChecksAlike(image)
                 # Some clusters are written again: then compressed and plain ones lie side by side, and some

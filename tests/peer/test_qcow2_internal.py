@@ -3,11 +3,10 @@
 What qemu-img reads is the truth; it checks each image after each step.
 """
 
-import random
 import subprocess
 
 from support import MIB, need, qemu_img_json, run, spile, spile_json, text
-from test_qcow2 import COMPRESSED, KINDS, Qcow2
+from test_qcow2 import KINDS, Qcow2
 
 # Refcounts of 1 and 2 bits have no room for the references that these turns take.
 NARROW = ("refcounts of 1 bit", "refcounts of 2 bits")
@@ -75,17 +74,8 @@ class Internal(Qcow2):
                 self.turns(self.image(KINDS[kind], seed=3), 3, self.spile, self.spile, self.spile)
 
     def test_compressed(self):
-        source = self.raw_of(self.image(seed=7))
-        with open(source, "r+b") as file:
-            file.seek(3 * MIB)
-            file.write(random.Random(3).randbytes(2 * MIB))
-            file.write(b"some words, and " * 100_000)
-        for kind, options in COMPRESSED.items():
+        for kind, image in self.compressed():
             with self.subTest(kind):
-                image = self.path("c.qcow2")
-                image.unlink(missing_ok=True)
-                words = ["-o", options] if options else []
-                run("qemu-img", "convert", "-c", "-f", "raw", "-O", "qcow2", *words, source, image)
                 self.turns(image, 9, self.spile, self.qemu, self.spile)
 
     def test_with_a_backing_file(self):

@@ -1,5 +1,7 @@
 //! What a check of an image reports. Each format has its own check; this is the shape of the answer.
 
+use spile_core::{Error, ErrorKind};
+
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Severity {
@@ -22,6 +24,22 @@ pub struct Finding {
     pub offset_bytes: Option<u64>,
     /// What [`Format::repair`](crate::Format::repair) does about it.
     pub mend: Mend,
+}
+
+impl Finding {
+    /// True when the image contradicts itself.
+    pub(crate) fn is_corruption(&self) -> bool {
+        self.severity == Severity::Corruption
+    }
+
+    /// The error of work that this hinders, which `what` says.
+    pub(crate) fn error(&self, what: &str) -> Error {
+        let error = Error::new(ErrorKind::Corrupt, format!("{what}: {}", self.message));
+        match self.offset_bytes {
+            Some(offset) => error.at_offset(offset),
+            None => error,
+        }
+    }
 }
 
 /// What [`Format::repair`](crate::Format::repair) does about a finding.
@@ -57,15 +75,17 @@ pub struct Report {
     pub leaked_bytes: u64,
     /// The least number of bytes that the file is too short by.
     pub missing_bytes: u64,
-    /// Where the file has the first entry that claims space past the end of the file, which a reader does not need. Nobody can tell whether that space
-    /// is counted.
-    pub claims_past_end: Option<u64>,
 }
 
 impl Report {
     /// The worst severity found.
     pub fn worst(&self) -> Option<Severity> {
         self.findings.iter().map(|finding| finding.severity).max()
+    }
+
+    /// The first place where the image contradicts itself.
+    pub(crate) fn corruption(&self) -> Option<&Finding> {
+        self.findings.iter().find(|finding| finding.is_corruption())
     }
 
     /// Adds a finding.

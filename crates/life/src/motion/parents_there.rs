@@ -241,9 +241,18 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
     }
 
     async fn give(&self, number: usize, order: Order) -> Result<()> {
-        let at = order::beside(self.to, &self.parents.names[number]).and_then(|at| order.locator(&at));
-        let at = at.ok_or_else(|| Error::new(ErrorKind::InvalidInput, "the place there has no name"))?;
+        let at = self.order_at(number, &order)?;
         self.of_there(Box::pin(order::give(self.work.files, &at))).await
+    }
+
+    /// The place of the image `number` there.
+    fn place(&self, number: usize) -> Result<Locator> {
+        order::beside(self.to, &self.parents.names[number]).ok_or_else(no_name)
+    }
+
+    /// Where `order` is given about the image `number`.
+    fn order_at(&self, number: usize, order: &Order) -> Result<Locator> {
+        order.locator(&self.place(number)?).ok_or_else(no_name)
     }
 
     /// Does `work`, which is what the other host does. Its failure is not one of this host.
@@ -267,8 +276,7 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
     async fn compare(&self, above: usize) -> Result<()> {
         let Some(begun) = self.parents.begun.get().filter(|begun| !begun.is_compared) else { return Ok(()) };
         let number = above + 1;
-        let at = order::beside(self.to, &self.parents.names[number]);
-        let at = at.ok_or_else(|| Error::new(ErrorKind::InvalidInput, "the place there has no name"))?;
+        let at = self.place(number)?;
         let options = OpenOptions { format: Some(Format::Raw), read_only: true, ..OpenOptions::default() };
         let opened = Box::pin(Graph::open(self.work.files, self.work.env.clone(), at.clone(), &options));
         let (there, here) = (Arc::new(self.of_there(opened).await?), self.shown(number)?);
@@ -316,9 +324,7 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
     /// The image `number`, through a new link.
     async fn open(&self, number: usize) -> Result<Aligned<Arc<GraphOf<F>>>> {
         let link = Identity(self.work.env.random_16());
-        let at = order::beside(self.to, &self.parents.names[number]);
-        let at = at.and_then(|at| Order::GoOn { id: self.id, link }.locator(&at));
-        let at = at.ok_or_else(|| Error::new(ErrorKind::InvalidInput, "the place there has no name"))?;
+        let at = self.order_at(number, &Order::GoOn { id: self.id, link })?;
         let options = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
         let target = self.of_there(Box::pin(Graph::open(self.work.files, self.work.env.clone(), at, &options))).await?;
         check_size(self.size_bytes(number), &target)?;
@@ -390,4 +396,8 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
         };
         Lanes::new(self.work).run(step).await
     }
+}
+
+fn no_name() -> Error {
+    Error::new(ErrorKind::InvalidInput, "the place there has no name")
 }

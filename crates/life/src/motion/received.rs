@@ -129,6 +129,12 @@ impl Received {
         Ok(note)
     }
 
+    /// The image that this is the note of, which is at `path`. It has its name there, or has not.
+    fn place(&self, path: &Path, has_name: bool) -> Place {
+        let Self { format, size_bytes, is_parent, .. } = *self;
+        Place { path: path.to_owned(), format, size_bytes, is_parent, is_sealed: is_parent && has_name }
+    }
+
     async fn write<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
         let new = names::new_received(disk);
         remove_if_there(files, &new).await?;
@@ -542,7 +548,7 @@ impl<F: Files> Receiver<'_, F> {
         (note.state, note.file) = (ReceivedState::Half, (self.which)(&store));
         drop(store);
         note.write(self.files, disk).await?;
-        Ok(Place { path: half, format, size_bytes, is_parent, is_sealed: false })
+        Ok(note.place(&half, false))
     }
 
     /// The parent that the image of `disk` is to be made over.
@@ -570,9 +576,8 @@ impl<F: Files> Receiver<'_, F> {
                 if path == disk {
                     note.state = ReceivedState::Whole;
                 }
-                let (path, is_sealed) = (path.to_owned(), note.is_parent && path == disk);
-                let Received { format, size_bytes, is_parent, .. } = note;
-                return Ok(Some((note, Place { path, format, size_bytes, is_parent, is_sealed })));
+                let place = note.place(path, path == disk);
+                return Ok(Some((note, place)));
             }
         }
         Ok(None)
@@ -713,10 +718,7 @@ impl<F: Files> Receiver<'_, F> {
             return Err(Error::new(ErrorKind::Busy, what).at_path(&disk));
         }
         match self.is_file(&disk, &note).await? {
-            true => {
-                let Received { format, size_bytes, is_parent, .. } = note;
-                Ok(Place { path: disk, format, size_bytes, is_parent, is_sealed: is_parent })
-            }
+            true => Ok(note.place(&disk, true)),
             false => Err(no_such_disk(&disk)),
         }
     }

@@ -11,7 +11,9 @@ use spile_image::{Format, Graph, OpenOptions};
 use spile_sim::exec::{Executor, block_on};
 use spile_sim::faults::Sabotage;
 use spile_sim::rng::Rng;
-use spile_sim::{Hardware, SimStore, World};
+use spile_sim::{SimStore, World};
+
+use crate::hosts::with_file_or_device;
 
 const DISK: &str = "/disk.qcow2";
 const SIZE: u64 = 1 << 20;
@@ -47,13 +49,7 @@ fn expected() -> Vec<u8> {
 /// A host with an image that is marked dirty. Each of its counts may be wrong, and too low as well as too high.
 fn host(seed: u64) -> World {
     let mut rng = Rng::new(seed).split(3);
-    let devices = rng.chance(1, 3);
-    let align_bytes = if rng.chance(1, 2) { 512 } else { 4096 };
-    let world = World::new(seed, Hardware { align_bytes, punches: !devices, devices });
-    match devices {
-        true => world.install_device(DISK, DEVICE_BYTES, DEVICE_BYTES),
-        false => world.install_empty(DISK, 0),
-    }
+    let world = with_file_or_device(seed, &mut rng, 3, DISK, DEVICE_BYTES);
     let there = world.clone();
     block_on(&world, async move {
         let options = Options { lazy_refcounts: true, ..Options::default() };

@@ -20,9 +20,10 @@ use spile_sim::faults::{Choice, Sabotage, Touch};
 use spile_sim::pages::Pages;
 use spile_sim::qcow2::Form;
 use spile_sim::rng::Rng;
-use spile_sim::{Hardware, SimStore, World};
+use spile_sim::{SimStore, World};
 
 use crate::giving_up::{Done, bites, finds_nothing};
+use crate::hosts::with_file_or_device;
 
 const IMAGE: &str = "/a.qcow2";
 const DEVICE_BYTES: u64 = 2 << 20;
@@ -67,17 +68,11 @@ fn named(name: &str) -> Which {
 impl Host {
     fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed).split(11);
-        let devices = rng.chance(1, 4);
-        let align_bytes = if rng.chance(1, 2) { 512 } else { 4096 };
-        let world = World::new(seed, Hardware { align_bytes, punches: !devices, devices });
+        let world = with_file_or_device(seed, &mut rng, 4, IMAGE, DEVICE_BYTES);
         let cluster_bytes = *rng.pick(&[512, 512, 4096, 16 << 10]);
         let form = Form::draw(&mut rng, cluster_bytes);
         let size = rng.between(4, 12) * 16_384 + 4096;
         let image = form.empty_image(size, cluster_bytes, None);
-        match devices {
-            true => world.install_device(IMAGE, DEVICE_BYTES, DEVICE_BYTES),
-            false => world.install_empty(IMAGE, 0),
-        }
         let there = world.clone();
         block_on(&world, async move {
             let store = there.files().open(&Path::new(IMAGE).into(), OpenMode::ReadWrite).await.unwrap();

@@ -9,6 +9,7 @@ mod found;
 mod gc;
 mod giving_up;
 mod giving_up_qcow2;
+mod hosts;
 mod images;
 mod inner;
 mod merge;

@@ -11,7 +11,9 @@ use spile_image::formats::vhd::{CreateParams, create};
 use spile_image::{Graph, OpenOptions};
 use spile_sim::exec::{Executor, block_on};
 use spile_sim::rng::Rng;
-use spile_sim::{Hardware, SimStore, World};
+use spile_sim::{SimStore, World};
+
+use crate::hosts::with_file_or_device;
 
 const DISK: &str = "/disk.vhd";
 const OLD_BYTES: u64 = 1 << 20;
@@ -38,13 +40,7 @@ async fn read(disk: &Graph<SimStore>) -> Vec<u8> {
 /// A host with an image, closed or left by a process that was killed after a flush.
 fn host(seed: u64, disk_type: DiskType) -> World {
     let mut rng = Rng::new(seed).split(3);
-    let devices = rng.chance(1, 3);
-    let align_bytes = if rng.chance(1, 2) { 512 } else { 4096 };
-    let world = World::new(seed, Hardware { align_bytes, punches: !devices, devices });
-    match devices {
-        true => world.install_device(DISK, DEVICE_BYTES, DEVICE_BYTES),
-        false => world.install_empty(DISK, 0),
-    }
+    let world = with_file_or_device(seed, &mut rng, 3, DISK, DEVICE_BYTES);
     let there = world.clone();
     block_on(&world, async move {
         let params = CreateParams { block_size_bytes: BLOCK_BYTES, ..CreateParams::new(disk_type, OLD_BYTES) };

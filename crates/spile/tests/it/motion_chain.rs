@@ -1,40 +1,14 @@
 //! `spile move --chain keep`: the parents go along, are found there by the next disk, and survive kills; what is refused.
 
 use std::fs;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
+use crate::common::chains::{MIB, chain, family, file};
 use crate::common::guests::Load;
 use crate::common::host::{bytes_of, serve};
 use crate::common::moves::job;
 use crate::common::nbd::Client;
 use crate::common::{eventually, fails, json, ok};
-
-const MIB: usize = 1 << 20;
-
-/// A folder with `old/base.raw` of 64 MiB, sparse; `old/mid.vhd`, a child of it with some data; two children of that, which are called `NAME.vhd` and `other.vhd`; and
-/// an empty folder `new`. What the disks read.
-fn family(name: &str) -> (tempfile::TempDir, Vec<u8>) {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path();
-    ["old", "new"].into_iter().for_each(|folder| fs::create_dir(path.join(folder)).unwrap());
-    let mut bytes = vec![0; 64 * MIB];
-    fs::File::create(path.join("old/base.raw")).unwrap().set_len(64 << 20).unwrap();
-    let mut write = |disk: &str, at: usize, value: u8| {
-        let served = serve(path, &[&format!("old/{disk}")]);
-        Client::connect(&served.uri()).unwrap().write(at as u64, &vec![value; MIB], false).unwrap();
-        bytes[at..at + MIB].fill(value);
-        assert!(served.terminate().success());
-    };
-    (0..8).for_each(|part| write("base.raw", part * 8 * MIB, 10 + part as u8));
-    ok(path, &["create", "old/mid.vhd", "--parent", "old/base.raw"]);
-    write("mid.vhd", 8 * MIB + MIB / 2, 30);
-    write("mid.vhd", 21 * MIB, 31);
-    for disk in [name, "other"] {
-        ok(path, &["create", &format!("old/{disk}.vhd"), "--parent", "old/mid.vhd"]);
-    }
-    (dir, bytes)
-}
 
 fn names(dir: &Path) -> Vec<String> {
     let names = fs::read_dir(dir.join("new")).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
@@ -43,24 +17,9 @@ fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// Which file it is, and what it takes.
-fn file(dir: &Path, path: &str) -> (u64, u64) {
-    let stat = fs::metadata(dir.join(path)).unwrap();
-    (stat.ino(), stat.blocks() * 512)
-}
-
-/// The paths of the layers of `disk`, all in the folder `new`.
-fn chain(dir: &Path, disk: &str) -> Vec<String> {
-    let info = json(dir, &["info", disk, "--chain"]);
-    let layers = info["layers"].as_array().unwrap().iter().map(|layer| layer["path"].as_str().unwrap().to_owned());
-    let layers: Vec<_> = layers.collect();
-    assert!(layers.iter().all(|path| path.contains("/new/")), "{layers:?}");
-    layers.iter().map(|path| path.rsplit('/').next().unwrap().to_owned()).collect()
-}
-
 #[test]
 fn a_disk_takes_its_parents_along_under_load_and_the_next_one_finds_them() {
-    let (dir, bytes) = family("chain-live");
+    let (dir, bytes) = family("new", "chain-live.vhd", 10);
     let dir = dir.path();
     let served = serve(dir, &["old/chain-live.vhd", "--vhost-user", "v"]);
     let mut load = Load::start(dir, "v", &["--span", "48M"]);
@@ -90,7 +49,7 @@ fn a_disk_takes_its_parents_along_under_load_and_the_next_one_finds_them() {
 
 #[test]
 fn a_parent_half_copied_is_never_taken_for_a_whole_one() {
-    let (dir, mut bytes) = family("chain-killed");
+    let (dir, mut bytes) = family("new", "chain-killed.vhd", 10);
     let dir = dir.path();
     let hidden = dir.join("new/.there.vhd.spile-moving-parent");
     let served = serve(dir, &["old/chain-killed.vhd"]);
@@ -130,7 +89,7 @@ fn a_parent_half_copied_is_never_taken_for_a_whole_one() {
 
 #[test]
 fn a_chain_that_cannot_be_kept_is_refused_and_nothing_changes() {
-    let (dir, bytes) = family("chain-refused");
+    let (dir, bytes) = family("new", "chain-refused.vhd", 10);
     let dir = dir.path();
     let refused = |to: &str, says: &str| {
         let said = fails(dir, 1, &["move", "old/chain-refused.vhd", "--to", to, "--chain", "keep"]);

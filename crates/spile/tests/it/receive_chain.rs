@@ -2,41 +2,15 @@
 
 use std::fs;
 use std::io::{Read as _, Write as _};
-use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
+use crate::common::chains::{MIB, chain, family, file};
 use crate::common::guests::Load;
 use crate::common::host::{bytes_of, serve};
 use crate::common::moves::{job, let_go, receive, to};
 use crate::common::nbd::Client;
 use crate::common::{eventually, fails, json, ok};
-
-const MIB: usize = 1 << 20;
-
-/// A folder with `old/base.raw` of 64 MiB, sparse, `old/mid.vhd`, a child of it with some data, and two children of that: `old/NAME.qcow2`, and `old/other.vhd`; and
-/// an empty folder `there`. What the disks read.
-fn family(name: &str, first: u8) -> (tempfile::TempDir, Vec<u8>) {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path();
-    ["old", "there"].into_iter().for_each(|folder| fs::create_dir(path.join(folder)).unwrap());
-    let mut bytes = vec![0; 64 * MIB];
-    fs::File::create(path.join("old/base.raw")).unwrap().set_len(64 << 20).unwrap();
-    let mut write = |disk: &str, at: usize, value: u8| {
-        let served = serve(path, &[&format!("old/{disk}")]);
-        Client::connect(&served.uri()).unwrap().write(at as u64, &vec![value; MIB], false).unwrap();
-        bytes[at..at + MIB].fill(value);
-        assert!(served.terminate().success());
-    };
-    (0..8).for_each(|part| write("base.raw", part * 8 * MIB, first + part as u8));
-    ok(path, &["create", "old/mid.vhd", "--parent", "old/base.raw"]);
-    write("mid.vhd", 8 * MIB + MIB / 2, 30);
-    write("mid.vhd", 21 * MIB, 31);
-    for disk in [format!("{name}.qcow2"), "other.vhd".to_owned()] {
-        ok(path, &["create", &format!("old/{disk}"), "--parent", "old/mid.vhd"]);
-    }
-    (dir, bytes)
-}
 
 /// What is in the folder of the other host, but for what is noted of changes.
 fn names(dir: &Path) -> Vec<String> {
@@ -46,23 +20,9 @@ fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// Which file it is, and what it takes.
-fn file(dir: &Path, path: &str) -> (u64, u64) {
-    let stat = fs::metadata(dir.join(path)).unwrap();
-    (stat.ino(), stat.blocks() * 512)
-}
-
-/// The file names of the layers of `disk`, all in the folder `there`.
-fn chain(dir: &Path, disk: &str) -> Vec<String> {
-    let info = json(dir, &["info", disk, "--chain"]);
-    let layers = info["layers"].as_array().unwrap().iter().map(|layer| layer["path"].as_str().unwrap());
-    let name = |path: &str| path.split_once("/there/").expect("it is in the folder").1.to_owned();
-    layers.map(name).collect()
-}
-
 #[test]
 fn a_disk_takes_its_parents_to_another_host_under_load_and_the_next_one_finds_them() {
-    let (dir, bytes) = family("there-live", 10);
+    let (dir, bytes) = family("there", "there-live.qcow2", 10);
     let dir = dir.path();
     let there = receive(dir);
     let served = serve(dir, &["old/there-live.qcow2", "--vhost-user", "v"]);
@@ -100,7 +60,7 @@ fn a_disk_takes_its_parents_to_another_host_under_load_and_the_next_one_finds_th
 #[test]
 fn a_parent_half_sent_is_never_taken_for_a_whole_one() {
     for (disk, who) in [("there-killed-far", "there"), ("there-killed-near", "here"), ("there-killed-both", "both")] {
-        let (dir, mut bytes) = family(disk, 10);
+        let (dir, mut bytes) = family("there", &format!("{disk}.qcow2"), 10);
         let dir = dir.path();
         let mut there = Some(receive(dir));
         let mut served = serve(dir, &[&format!("old/{disk}.qcow2")]);
@@ -139,7 +99,7 @@ fn a_parent_half_sent_is_never_taken_for_a_whole_one() {
 
 #[test]
 fn a_move_that_is_cancelled_leaves_whole_parents_that_nobody_writes_to() {
-    let (dir, bytes) = family("there-cancelled", 10);
+    let (dir, bytes) = family("there", "there-cancelled.qcow2", 10);
     let dir = dir.path();
     let there = receive(dir);
     let served = serve(dir, &["old/there-cancelled.qcow2"]);
@@ -168,7 +128,7 @@ fn a_move_that_is_cancelled_leaves_whole_parents_that_nobody_writes_to() {
 
 #[test]
 fn a_chain_that_cannot_be_kept_there_is_refused_and_nothing_changes() {
-    let (dir, bytes) = family("there-refused", 10);
+    let (dir, bytes) = family("there", "there-refused.qcow2", 10);
     let dir = dir.path();
     let there = receive(dir);
     let refused = |to: &str, says: &str| {
@@ -187,7 +147,7 @@ fn a_chain_that_cannot_be_kept_there_is_refused_and_nothing_changes() {
     assert_eq!(names(dir), ["base.raw"]);
     fs::remove_file(dir.join("there/base.raw")).unwrap();
     // Parents of another disk, of the same names: with another UUID, and with other bytes.
-    let (other, _) = family("there-other", 100);
+    let (other, _) = family("there", "there-other.qcow2", 100);
     fs::remove_dir(other.path().join("there")).unwrap();
     std::os::unix::fs::symlink(dir.join("there"), other.path().join("there")).unwrap();
     ok(other.path(), &["move", "old/there-other.qcow2", "--to", &to(dir, "first.vhd"), "--chain", "keep"]);
@@ -205,7 +165,7 @@ fn a_chain_that_cannot_be_kept_there_is_refused_and_nothing_changes() {
 
 #[test]
 fn a_server_that_knows_no_chains_is_refused() {
-    let (dir, _) = family("there-older", 10);
+    let (dir, _) = family("there", "there-older.qcow2", 10);
     let dir = dir.path();
     let says = "needs a `spile receive` of this version";
     let refused = |socket: &str| {

@@ -21,7 +21,6 @@ use super::create::{V2_HEADER_BYTES, V3_HEADER_BYTES, write};
 use super::first_cluster::change;
 use super::open::{Head, read_head};
 use crate::amend::{Amended, Amendment, Revision};
-use crate::check::Severity;
 use crate::layer::Layer as _;
 
 /// Where the header has its compatible features; the autoclear ones follow.
@@ -111,16 +110,9 @@ fn extensions_of(head: &Head, version: u32) -> Vec<Extension> {
 
 /// Refuses an image of which nobody can tell what it holds. What one version calls damage may mean something in another one.
 fn refuse_contradictions(counted: &Counted) -> Result<()> {
-    let Some(found) = counted.report.findings.iter().find(|found| found.severity == Severity::Corruption) else {
-        return Ok(());
-    };
-    let error =
-        Error::new(ErrorKind::Corrupt, format!("an image that is damaged keeps its version: {}", found.message))
-            .hint("spile check lists what is wrong; spile check --repair mends counts and flags");
-    match found.offset_bytes {
-        Some(offset) => Err(error.at_offset(offset)),
-        None => Err(error),
-    }
+    let Some(found) = counted.report.corruption() else { return Ok(()) };
+    let error = found.error("an image that is damaged keeps its version");
+    Err(error.hint("spile check lists what is wrong; spile check --repair mends counts and flags"))
 }
 
 /// What the image has that version 2 has no place for.

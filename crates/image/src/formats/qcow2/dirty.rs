@@ -12,12 +12,11 @@
 //!
 //! An image that is opened for reading only, alone or as a parent, stays as it is.
 
-use spile_core::{Error, ErrorKind, Result, ResultExt, Store};
+use spile_core::{Error, ErrorKind, Result, Store};
 
 use super::check::repair;
 use super::codec::header::feature;
 use super::open::{Head, read_head};
-use crate::check::Finding;
 
 const HINT: &str = "open it for reading only; `spile check` lists what is wrong, and `spile convert` copies what can be read into a new image";
 
@@ -45,20 +44,11 @@ pub(super) async fn mended<S: Store>(store: &S, head: Head, keeps_dirty: bool) -
     let path = store.path().display();
     tracing::warn!("{path}: the image is dirty, as its last writer was killed: its refcounts are made anew");
     if let Some(hindrance) = Box::pin(repair(store)).await.map_err(with_hint)?.hindrance {
-        return Err(contradiction(&hindrance)).at_path(store.path());
+        let what = "the image is dirty, and its refcounts cannot be made anew";
+        return Err(hindrance.error(what).at_path(store.path()).hint(HINT));
     }
     tracing::warn!("{path}: the refcounts are right, and the image is not dirty any more");
     read_head(store).await
-}
-
-/// The error of an image that contradicts itself.
-fn contradiction(found: &Finding) -> Error {
-    let what = format!("the image is dirty, and its refcounts cannot be made anew: {}", found.message);
-    let error = Error::new(ErrorKind::Corrupt, what).hint(HINT);
-    match found.offset_bytes {
-        Some(offset) => error.at_offset(offset),
-        None => error,
-    }
 }
 
 fn with_hint(error: Error) -> Error {

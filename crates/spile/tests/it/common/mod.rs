@@ -1,5 +1,6 @@
 //! What the tests of the program share: running it, serving with it, ending it.
 
+pub mod chains;
 pub mod control;
 pub mod faulty;
 pub mod guests;

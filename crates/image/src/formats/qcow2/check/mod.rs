@@ -63,6 +63,9 @@ pub(super) struct Counted {
     pub report: Report,
     /// Clusters that a flag calls zero, in the disk and its snapshots.
     pub zero_clusters: u64,
+    /// Where the file has the first entry that claims space past the end of the file, which a reader does not need. Nobody can tell whether that space
+    /// is counted.
+    pub claims_past_end: Option<u64>,
     pub snapshots: Vec<Snapshot>,
 }
 
@@ -75,8 +78,8 @@ pub(super) async fn count<S: Store>(store: &S) -> Result<Counted> {
     let walk = Walk::open(store, false, &mut findings).await?;
     note_features(walk.header(), &mut findings);
     walk.run(&mut findings).await?;
-    let zero_clusters = findings.zero_clusters;
-    Ok(Counted { report: findings.finish(), zero_clusters, snapshots: walk.snapshots.entries })
+    let Findings { zero_clusters, claims_past_end, .. } = findings;
+    Ok(Counted { report: findings.finish(), zero_clusters, claims_past_end, snapshots: walk.snapshots.entries })
 }
 
 /// Refuses a file that would need more than [`MAX_WALKS`] walks. A sparse file can be very long and take no space.
@@ -424,7 +427,7 @@ impl<S: Store> Walk<'_, S> {
                 pass.count_guest_cluster(findings);
                 let end = found.offset + found.len_bytes;
                 if self.is_inside(start) && end > self.store.len_bytes().next_multiple_of(self.cluster_bytes()) {
-                    findings.report.claims_past_end.get_or_insert(place);
+                    findings.claims_past_end.get_or_insert(place);
                 }
                 return self.refer_to_data(entry, start, end - start, place, pass, findings);
             }

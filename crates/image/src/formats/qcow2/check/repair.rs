@@ -46,17 +46,17 @@ pub(in crate::formats::qcow2) async fn repair<S: Store>(store: &S) -> Result<Out
         let error = Error::new(ErrorKind::ReadOnly, "cannot repair what is open for reading only");
         return Err(error.at_path(store.path()));
     }
-    if let Some(hindrance) = found.findings.iter().find(|f| is_corrupt(f) && f.mend == Mend::No).cloned() {
+    if let Some(hindrance) = found.findings.iter().find(|f| f.is_corruption() && f.mend == Mend::No).cloned() {
         return Ok(Outcome { found, hindrance: Some(hindrance) });
     }
     // What a check tells one by one is bounded; this looks at all of it again.
     let mut findings = Findings::default();
     let walk = Walk::open(store, true, &mut findings).await?;
     let used_end = survey(&walk, &mut findings).await?;
-    if let Some(hindrance) = findings.finish().findings.into_iter().find(is_corrupt) {
+    if let Some(hindrance) = findings.finish().findings.into_iter().find(Finding::is_corruption) {
         return Ok(Outcome { found, hindrance: Some(hindrance) });
     }
-    let is_wrong = |f: &Finding| f.severity == Severity::Leak || is_corrupt(f);
+    let is_wrong = |f: &Finding| f.severity == Severity::Leak || f.is_corruption();
     let flagged = walk.header().has(feature::CORRUPT);
     if found.findings.iter().filter(|f| is_wrong(f)).count() > usize::from(flagged) {
         clear_autoclear(&walk).await?;
@@ -64,10 +64,6 @@ pub(in crate::formats::qcow2) async fn repair<S: Store>(store: &S) -> Result<Out
     }
     clear_flags(&walk).await?;
     Ok(Outcome { found, hindrance: None })
-}
-
-fn is_corrupt(finding: &Finding) -> bool {
-    finding.severity == Severity::Corruption
 }
 
 /// Counts all references, and finds what cannot be mended. Returns one past the last cluster that is in use.

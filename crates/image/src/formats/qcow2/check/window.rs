@@ -49,6 +49,8 @@ pub(super) struct Findings {
     pub report: Report,
     /// Clusters that a flag calls zero.
     pub zero_clusters: u64,
+    /// The first entry that claims space past the end of the file.
+    pub claims_past_end: Option<u64>,
     left_out: u64,
     worst_left_out: Option<Severity>,
     can_mend_left_out: bool,
@@ -57,7 +59,8 @@ pub(super) struct Findings {
 impl Default for Findings {
     fn default() -> Self {
         let report = Report::default();
-        Self { report, zero_clusters: 0, left_out: 0, worst_left_out: None, can_mend_left_out: true }
+        let (zero_clusters, claims_past_end, left_out, worst_left_out) = Default::default();
+        Self { report, zero_clusters, claims_past_end, left_out, worst_left_out, can_mend_left_out: true }
     }
 }
 

@@ -16,7 +16,7 @@ pub const MAX_ENTRY_BYTES: usize = FIXED_BYTES + MAX_EXTRA_BYTES as usize + 2 * 
 const NO_INSTRUCTION_COUNT: u64 = u64::MAX;
 
 /// An internal snapshot.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Snapshot {
     /// Where its L1 table starts.
     pub l1_offset: u64,

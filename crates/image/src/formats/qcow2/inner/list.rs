@@ -50,18 +50,7 @@ pub(super) fn new_id(all: &[Snapshot], name: &str) -> Result<String> {
 pub(super) fn entry(id: &str, name: &str, now_unix_s: u64, header: &Header) -> Snapshot {
     let taken_s = u32::try_from(now_unix_s).unwrap_or(u32::MAX);
     let (id, name) = (id.as_bytes().to_vec(), name.as_bytes().to_vec());
-    let l1_entries = header.l1_entries;
-    let disk = Snapshot {
-        l1_offset: 0,
-        l1_entries,
-        taken_s,
-        taken_ns: 0,
-        guest_clock_ns: 0,
-        short_state_bytes: 0,
-        extra: Vec::new(),
-        id,
-        name,
-    };
+    let disk = Snapshot { l1_entries: header.l1_entries, taken_s, id, name, ..Snapshot::default() };
     disk.extended(header.size_bytes)
 }
 
@@ -83,18 +72,7 @@ mod tests {
     use super::*;
 
     fn snapshot(id: &str, name: &str) -> Snapshot {
-        let (id, name) = (id.into(), name.into());
-        Snapshot {
-            l1_offset: 0,
-            l1_entries: 0,
-            taken_s: 0,
-            taken_ns: 0,
-            guest_clock_ns: 0,
-            short_state_bytes: 0,
-            extra: Vec::new(),
-            id,
-            name,
-        }
+        Snapshot { id: id.into(), name: name.into(), ..Snapshot::default() }
     }
 
     #[test]

@@ -42,7 +42,7 @@ use std::ops::Range;
 use spile_core::{Error, ErrorKind, Result, ResultExt as _, Store};
 
 use super::Qcow2;
-use super::check::{check, refuse_full};
+use super::check::{count, refuse_full};
 use super::codec::COPIED;
 use super::codec::header::Header;
 use super::codec::snapshot::Snapshot;
@@ -53,7 +53,6 @@ use super::lists::all_snapshots;
 use super::open::read_l1;
 use super::resize::{SIZE_AT, fields};
 use super::writing::Writing;
-use crate::check::Severity;
 use crate::inner::{InnerChange, InnerSnapshot, Which};
 
 /// All sizes of disks are multiples of it.
@@ -171,20 +170,14 @@ impl<S: Store> Qcow2<S> {
 
     /// Refuses an image that contradicts itself.
     async fn refuse_contradictions(&self) -> Result<()> {
-        let report = check(&self.store).await?;
-        if let Some(place) = report.claims_past_end {
+        let counted = count(&self.store).await?;
+        if let Some(place) = counted.claims_past_end {
             let what = "a compressed cluster claims space past the end of the file, and nobody can tell whether it is counted: nothing was changed";
             let error = Error::new(ErrorKind::Corrupt, what).at_offset(place);
             return Err(error.hint("spile convert copies the disk into a new image"));
         }
-        let Some(wrong) = report.findings.iter().find(|finding| finding.severity == Severity::Corruption) else {
-            return Ok(());
-        };
-        let what = format!("the image contradicts itself, and nothing was changed: {}", wrong.message);
-        let mut error = Error::new(ErrorKind::Corrupt, what);
-        if let Some(offset) = wrong.offset_bytes {
-            error = error.at_offset(offset);
-        }
+        let Some(wrong) = counted.report.corruption() else { return Ok(()) };
+        let error = wrong.error("the image contradicts itself, and nothing was changed");
         Err(error.hint("spile check tells all that is wrong; spile check --repair mends counts and flags"))
     }
 
