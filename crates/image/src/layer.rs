@@ -80,7 +80,7 @@ pub struct ParentRef {
     pub identity: Option<Identity>,
 }
 
-/// Place for one write, with all locks that the write needs. Dropped without a commit, it changes nothing that a
+/// Place for one write, with all locks that the write needs. Dropped before it is published or committed, it changes nothing that a
 /// reader can see.
 pub trait Reserved {
     /// Where in the layer's store the data go.
@@ -92,6 +92,20 @@ pub trait Reserved {
         (0, 0)
     }
 
+    /// True when [`Reserved::publish`] has something to do.
+    fn publishes(&self) -> bool {
+        false
+    }
+
+    /// Does the part of the commit that needs not come after the data, because the place reads as the guest's old bytes until they are there. The
+    /// data may be written at the same time. The locks stay.
+    ///
+    /// # Errors
+    /// Errors of the store.
+    fn publish(&mut self) -> impl Future<Output = Result<()>> {
+        std::future::ready(Ok(()))
+    }
+
     /// The place is not needed: the write to it has failed and is over. (When the reservation is dropped instead, a write may be under way still.)
     fn abandon(self)
     where
@@ -99,7 +113,7 @@ pub trait Reserved {
     {
     }
 
-    /// Makes the data that were written at [`Reserved::offset`] the guest's. When it returns, they survive the death of
+    /// Makes the data that were written at [`Reserved::offset`] the guest's, where that is not done yet. When it returns, they survive the death of
     /// the process.
     ///
     /// # Errors

@@ -31,6 +31,9 @@ pub async fn mark<F: Files>(
         let hint = "the name of that image does not say its format: give it the extension of that, or delete it first";
         return Err(is_needed(image, child).hint(hint));
     }
+    if says_raw(child) {
+        return Err(is_needed(image, child).hint(OF_A_RAW_NAME));
+    }
     let is_far = image.parent() != child.parent();
     let (parent, leaf) = (described(tools, image, format).await?, described(tools, child, None).await?);
     let refuse = |why: String| {
@@ -167,8 +170,18 @@ async fn refuse_needed<F: Files>(
         let Some(identity) = described(tools, path, None).await?.which else { return Ok(()) };
         return refuse_half_merged(tools, path, identity, &paths).await;
     };
-    let hint = "merge it into its parent by spile coalesce, or delete the child first; spile tree shows the family";
+    let hint = match says_raw(&child) {
+        true => OF_A_RAW_NAME,
+        false => "merge it into its parent by spile coalesce, or delete the child first; spile tree shows the family",
+    };
     Err(is_needed(path, &child).hint(hint))
+}
+
+/// What to do about a child that [`Family`] finds by its first bytes.
+const OF_A_RAW_NAME: &str = "it begins as a qcow2 image, and its name says raw: give it the extension of its format; or move it elsewhere, if it is a raw disk whose guest has written that";
+
+fn says_raw(child: &Path) -> bool {
+    names::format_of(child) == Some(Format::Raw)
 }
 
 fn is_needed(image: &Path, child: &Path) -> Error {

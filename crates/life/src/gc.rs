@@ -28,8 +28,9 @@ pub struct Tools<'a, F: Files> {
     pub env: &'a Arc<dyn Env>,
 }
 
-/// Who is whose child among the images of a folder. Only their names say which files are images: a guest can write what looks like one into
-/// a raw disk. A half that is on its way here, under a hidden name, is a child as every other one ([`names::disk_of_half`]).
+/// Who is whose child among the images of a folder. A half that is on its way here, under a hidden name, is a child as every other one
+/// ([`names::disk_of_half`]). So is a file whose name says raw and which begins as a qcow2 image: libvirt's overlays often have such names. A guest can
+/// write that into a raw disk, and have an image kept that nobody needs, but none go that somebody needs.
 #[derive(Debug, Default)]
 pub struct Family {
     /// The children of each image, by its canonical path.
@@ -43,7 +44,8 @@ impl Family {
     pub async fn ask<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf]) -> Self {
         let mut family = Self::default();
         for path in paths {
-            let Some(format) = may_have_parent(path) else { continue };
+            let says_raw = names::format_of(path) == Some(Format::Raw);
+            let Some(format) = may_have_parent(path).or(says_raw.then_some(Format::Qcow2)) else { continue };
             match named_parents(tools.asking, path, format).await {
                 Ok(parents) => {
                     for parent in parents {
@@ -52,6 +54,8 @@ impl Family {
                         children.dedup();
                     }
                 }
+                // A raw disk, as its name says.
+                Err(_) if says_raw => {}
                 // An image that makes no sense cannot be used as a child either. What the storage does not give may be a child, and so may be
                 // what other programs understand.
                 Err(error) if is_no_image(error.kind()) && !is_of_others(error.kind(), format) => {}

@@ -124,6 +124,18 @@ macro_rules! formats {
                 }
             }
 
+            fn publishes(&self) -> bool {
+                match self {
+                    $(Self::$name(reserved) => reserved.publishes(),)+
+                }
+            }
+
+            async fn publish(&mut self) -> Result<()> {
+                match self {
+                    $(Self::$name(reserved) => reserved.publish().await,)+
+                }
+            }
+
             fn abandon(self) {
                 match self {
                     $(Self::$name(reserved) => reserved.abandon(),)+

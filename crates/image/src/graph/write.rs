@@ -2,7 +2,7 @@
 
 use std::pin::{Pin, pin};
 
-use futures_util::future::join_all;
+use futures_util::future::{join, join_all};
 use spile_core::{Error, ErrorKind, Extent, Result, Segments, Store, StoreOffset, WriteZeroes, metrics};
 
 use super::Graph;
@@ -44,6 +44,9 @@ impl<S: Store> Graph<S> {
     /// Writes a part of a request that one reservation covers.
     pub(super) async fn write_part(&self, part: Extent, from: &Segments) -> Result<()> {
         let reserved = self.leaf().reserve(part).await?;
+        if reserved.publishes() {
+            return Box::pin(self.write_published(reserved, from)).await;
+        }
         if let Err(error) = self.write_at(reserved.offset(), from).await {
             return Err(give_up(reserved, error));
         }
@@ -54,6 +57,19 @@ impl<S: Store> Graph<S> {
             return Err(give_up(reserved, error));
         }
         reserved.commit().await
+    }
+
+    /// Writes to a place that reads as the guest's old bytes: the data, and at the same time what says where they are.
+    async fn write_published(&self, mut reserved: impl Reserved, from: &Segments) -> Result<()> {
+        let offset = reserved.offset();
+        let (written, published) = join(self.write_at(offset, from), reserved.publish()).await;
+        match written {
+            Err(error) => Err(give_up(reserved, error)),
+            Ok(()) => {
+                published?;
+                reserved.commit().await
+            }
+        }
     }
 
     /// Writes what the disk shows around `part` to the bytes around `offset`, which is the place of the part in the leaf. In a box, so

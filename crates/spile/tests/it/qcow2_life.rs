@@ -215,6 +215,14 @@ fn a_deleted_snapshot_goes_with_the_collection_and_what_others_need_stays() {
     assert!(fails(dir, 1, &["delete", "s1.qcow2"]).contains("vm.snapshot1"));
     assert!(dir.join("s1.qcow2").exists(), "an image is gone that another one needs");
     qemu_img(dir, &["check", "-q", "vm.snapshot1"]);
+    // So does one whose name says raw, as libvirt's overlays often have it.
+    fs::rename(dir.join("vm.snapshot1"), dir.join("vm.img")).unwrap();
+    let said = fails(dir, 1, &["delete", "s1.qcow2"]);
+    assert!(said.contains("vm.img") && said.contains("its name says raw"), "{said}");
+    qemu_img(dir, &["check", "-q", "-f", "qcow2", "vm.img"]);
+    qemu_img(dir, &["create", "-q", "-f", "qcow2", "-b", "s1.qcow2", "-F", "qcow2", "other.img"]);
+    assert!(fails(dir, 1, &["delete", "s1.qcow2"]).contains("its name says raw"));
+    fs::remove_file(dir.join("other.img")).unwrap();
     // One that only QEMU understands may need anything.
     qemu_img(dir, &["create", "-q", "-f", "qcow2", "lone.qcow2", "1M"]);
     let name = "json:{\"driver\":\"qcow2\",\"file\":{\"driver\":\"file\",\"filename\":\"lone.qcow2\"}}";

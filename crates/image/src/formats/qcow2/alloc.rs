@@ -1,9 +1,10 @@
 //! Allocation: the one place where host clusters are given out and taken back.
 //!
 //! A cluster is free when its refcount is 0, wherever it lies; the end of the file says nothing. Clusters are made ready in
-//! batches: they read as zeroes, their refcounts are 1, and both are durable before the first of them is given out. So a first
-//! write waits for no sync, and no table ever points at a cluster whose count a power cut could set back. What is ready when a
-//! process ends is leaked: `check` finds it, and it does no harm.
+//! batches: they read as zeroes, their refcounts are 1, and both are durable before the first of them is given out. So no table
+//! ever points at a cluster whose count a power cut could set back. The next batch is made ready while half of the last one is left: by one
+//! write that has its place already, and no other waits for its sync, which takes as long as the page cache has data to write. What is ready
+//! when a process ends is leaked: `check` finds it, and it does no harm.
 //!
 //! A cluster that was given up goes back only when its release can no longer be undone (`flush`).
 
@@ -49,6 +50,8 @@ pub(super) struct Space {
     pub lost: Vec<u64>,
     /// How many clusters were given out since the image was opened.
     pub given_out: u64,
+    /// No batch could be made ready early: the next one is made when a write needs it.
+    waits: bool,
 }
 
 impl Writing {
@@ -116,7 +119,27 @@ impl<S: Store> Qcow2<S> {
         }
         let prepared = self.prepare_batch(writing, &mut counts).await;
         self.tell_room(&counts, &prepared);
+        writing.space().waits = false;
         prepared
+    }
+
+    /// Makes the next batch ready before the last one is used up, unless another task has the refcounts. A failure is not told here: the caller
+    /// has its cluster, and the first write that finds none gets the error.
+    pub(super) async fn prepare_early(&self, writing: &Writing) {
+        if !self.is_running_low(writing) {
+            return;
+        }
+        let Some(mut counts) = writing.counts.try_lock() else { return };
+        if self.is_running_low(writing) {
+            let prepared = self.prepare_batch(writing, &mut counts).await;
+            writing.space().waits = prepared.is_err();
+        }
+    }
+
+    fn is_running_low(&self, writing: &Writing) -> bool {
+        let most = self.most_ready(writing);
+        let space = writing.space();
+        !space.waits && (space.ready.len() as u64) < most / 2
     }
 
     async fn prepare_batch(&self, writing: &Writing, counts: &mut Refcounts) -> Result<()> {
@@ -157,8 +180,14 @@ impl<S: Store> Qcow2<S> {
             .hint("enlarge the volume under the image: the next write takes that up; or discard what the guest does not need")
     }
 
-    /// How many clusters to make ready.
+    /// How many clusters to make ready now.
     fn batch(&self, writing: &Writing) -> u64 {
+        let ready = writing.space().ready.len() as u64;
+        self.most_ready(writing).saturating_sub(ready).max(1)
+    }
+
+    /// The most clusters that are ready at a time.
+    fn most_ready(&self, writing: &Writing) -> u64 {
         let bits = self.head.header.cluster_bits;
         let most = match self.store.info().grows_zeroed {
             true => BATCH_MAX_BYTES,

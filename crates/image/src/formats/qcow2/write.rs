@@ -3,10 +3,10 @@
 //! # Order of writes
 //!
 //! 1. A cluster is counted and zero, durably, before anything points at it (`alloc`).
-//! 2. The entry of a cluster is written, cached, after its data are written and before the answer: an acknowledged write survives
-//!    the death of the process. It needs no sync where the guest saw zeroes before: should a power cut keep the entry and lose the
-//!    data, the cluster reads as zeroes still. Where the guest saw other bytes, the data and what is copied around them are durable
-//!    before the entry is written; writes that wait for that share a sync.
+//! 2. The entry of a cluster is written, cached, before the answer: an acknowledged write survives the death of the process. Where the guest
+//!    saw zeroes before, entry and data are written at the same time, and need no sync: should the end of the process or a power cut keep
+//!    the entry and lose the data, the cluster reads as zeroes still. Where the guest saw other bytes, the data and what is copied around
+//!    them are durable before the entry is written; writes that wait for that share a sync.
 //! 3. An L2 table is durable (zero, or a copy) before the L1 entry that names it.
 //! 4. Data are written in place only where the entry says COPIED and the refcount is 1, both looked at.
 //! 5. A cluster that nothing refers to any more goes back when that is durable and its last reader is gone (`flush`).
@@ -52,7 +52,7 @@ pub struct ClusterReserved<'a, S: Store> {
     host: u64,
     /// `None` for a write in place. In a box, so that the reservations of other formats stay small.
     new: Option<Box<New<'a>>>,
-    _held: RangeGuard<'a>,
+    held: RangeGuard<'a>,
 }
 
 /// The change of an entry to come.
@@ -64,6 +64,7 @@ struct New<'a> {
     around: (u64, u64),
     /// The guest saw something else than zeroes in what changes.
     needs_sync: bool,
+    is_published: bool,
     /// A cluster of the file that nothing refers to yet.
     fresh: Option<u64>,
 }
@@ -86,6 +87,17 @@ impl<S: Store> Reserved for ClusterReserved<'_, S> {
         self.new.as_ref().map_or((0, 0), |new| new.around)
     }
 
+    fn publishes(&self) -> bool {
+        self.new.as_ref().is_some_and(|new| !new.needs_sync)
+    }
+
+    async fn publish(&mut self) -> Result<()> {
+        match &mut self.new {
+            Some(new) => Box::pin(self.image.publish_new(&self.part, new)).await,
+            None => Ok(()),
+        }
+    }
+
     fn abandon(mut self) {
         if let Some(new) = &mut self.new
             && let Some(cluster) = new.fresh.take()
@@ -95,10 +107,10 @@ impl<S: Store> Reserved for ClusterReserved<'_, S> {
     }
 
     async fn commit(self) -> Result<()> {
-        let Self { image, part, host: _, new, _held } = self;
+        let Self { image, part, host: _, new, held } = self;
         match new {
             None => Ok(()),
-            Some(new) => Box::pin(image.commit_new(&part, *new)).await,
+            Some(new) => Box::pin(image.commit_new(&part, *new, held)).await,
         }
     }
 }
@@ -138,21 +150,30 @@ impl<S: Store> Qcow2<S> {
                 && let Ok(cluster) = self.rules.cluster(words.0, words.1)
                 && let Some(host) = self.in_place(&Old { words, cluster, is_own: true }, &part)
             {
-                return Ok(ClusterReserved { image: self, part, host, new: None, _held: held });
+                return Ok(ClusterReserved { image: self, part, host, new: None, held });
             }
         }
         // In a box, so that the futures of other writes stay small.
         Box::pin(self.reserve_new(writing, part)).await
     }
 
-    /// Changes the entry of the cluster of `part`, whose bytes are written.
-    async fn commit_new(&self, part: &Part, mut new: New<'_>) -> Result<()> {
+    /// Changes the entry of the cluster of `part`, whose bytes are written and which `held` keeps for the caller.
+    async fn commit_new(&self, part: &Part, mut new: New<'_>, held: RangeGuard<'_>) -> Result<()> {
         if new.needs_sync {
             self.flush_writing(new.writing).await?;
         }
-        let (at, words) = (self.start_of(part.cluster), new.words);
-        self.change_entry(new.writing, at, &new.old, words).await?;
-        new.fresh = None;
+        if !new.is_published {
+            self.publish_new(part, &mut new).await?;
+        }
+        drop(held);
+        self.prepare_early(new.writing).await;
+        Ok(())
+    }
+
+    /// Changes the entry of the cluster of `part`.
+    async fn publish_new(&self, part: &Part, new: &mut New<'_>) -> Result<()> {
+        self.change_entry(new.writing, self.start_of(part.cluster), &new.old, new.words).await?;
+        (new.fresh, new.is_published) = (None, true);
         Ok(())
     }
 
@@ -163,11 +184,11 @@ impl<S: Store> Qcow2<S> {
         writing.check(&self.store)?;
         let old = self.old(writing, at).await?;
         if let Some(host) = self.in_place(&old, &part) {
-            return Ok(ClusterReserved { image: self, part, host, new: None, _held: held });
+            return Ok(ClusterReserved { image: self, part, host, new: None, held });
         }
         self.own_table(writing, at).await?;
         let (host, new) = self.place(writing, &part, old).await?;
-        Ok(ClusterReserved { image: self, part, host, new: Some(Box::new(new)), _held: held })
+        Ok(ClusterReserved { image: self, part, host, new: Some(Box::new(new)), held })
     }
 
     /// Where the cluster lies, if `part` of it can be written as it is.
@@ -272,7 +293,7 @@ impl<S: Store> Qcow2<S> {
         };
         let (bitmap, around, needs_sync) = new;
         let words = (host | COPIED, if self.rules.extended { bitmap } else { 0 });
-        Ok((host, New { writing, old, words, around, needs_sync, fresh: Some(fresh) }))
+        Ok((host, New { writing, old, words, around, needs_sync, is_published: false, fresh: Some(fresh) }))
     }
 
     /// The place of a write into a cluster that the entry has for itself, but whose bytes do not count yet, or not all of them.
@@ -291,7 +312,7 @@ impl<S: Store> Qcow2<S> {
             }
         };
         let words = (host | COPIED, if self.rules.extended { bitmap } else { 0 });
-        Ok((host, New { writing, old, words, around, needs_sync: true, fresh: None }))
+        Ok((host, New { writing, old, words, around, needs_sync: true, is_published: false, fresh: None }))
     }
 
     /// How many bytes before and after `part` belong to subclusters that it touches and that are `new`.
