@@ -31,9 +31,6 @@ pub async fn mark<F: Files>(
         let hint = "the name of that image does not say its format: give it the extension of that, or delete it first";
         return Err(is_needed(image, child).hint(hint));
     }
-    if says_raw(child) {
-        return Err(is_needed(image, child).hint(OF_A_RAW_NAME));
-    }
     let is_far = image.parent() != child.parent();
     let (parent, leaf) = (described(tools, image, format).await?, described(tools, child, None).await?);
     let refuse = |why: String| {
@@ -166,23 +163,19 @@ async fn refuse_needed<F: Files>(
     refuse_job(tools.files, path).await?;
     let paths = list().await?;
     let family = Family::ask(tools, &paths).await;
-    let Some(child) = family.children_of(path)?.first().cloned() else {
-        let Some(identity) = described(tools, path, None).await?.which else { return Ok(()) };
-        return refuse_half_merged(tools, path, identity, &paths).await;
-    };
-    let hint = match says_raw(&child) {
-        true => OF_A_RAW_NAME,
-        false => "merge it into its parent by spile coalesce, or delete the child first; spile tree shows the family",
-    };
-    Err(is_needed(path, &child).hint(hint))
+    if let Some(child) = family.children_of(path)?.first() {
+        let hint = "merge it into its parent by spile coalesce, or delete the child first; spile tree shows the family";
+        return Err(is_needed(path, child).hint(hint));
+    }
+    if let Some(child) = family.claimed(path) {
+        return Err(is_needed(path, child).hint(OF_A_RAW_NAME));
+    }
+    let Some(identity) = described(tools, path, None).await?.which else { return Ok(()) };
+    refuse_half_merged(tools, path, identity, &paths).await
 }
 
-/// What to do about a child that [`Family`] finds by its first bytes.
-const OF_A_RAW_NAME: &str = "it begins as a qcow2 image, and its name says raw: give it the extension of its format; or move it elsewhere, if it is a raw disk whose guest has written that";
-
-fn says_raw(child: &Path) -> bool {
-    names::format_of(child) == Some(Format::Raw)
-}
+/// What to do about a file that claims a parent.
+pub(crate) const OF_A_RAW_NAME: &str = "it begins as a qcow2 image, and its name says raw: give it the extension of its format; or move it elsewhere, if it is a raw disk whose guest has written that";
 
 fn is_needed(image: &Path, child: &Path) -> Error {
     let what = format!("{} is a child of this image, and would be of no use without it", child.display());

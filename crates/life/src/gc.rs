@@ -29,12 +29,14 @@ pub struct Tools<'a, F: Files> {
 }
 
 /// Who is whose child among the images of a folder. A half that is on its way here, under a hidden name, is a child as every other one
-/// ([`names::disk_of_half`]). So is a file whose name says raw and which begins as a qcow2 image: libvirt's overlays often have such names. A guest can
-/// write that into a raw disk, and have an image kept that nobody needs, but none go that somebody needs.
+/// ([`names::disk_of_half`]). A file whose name says raw may *claim* a parent, when it begins as a qcow2 image: libvirt's overlays often have such names,
+/// and a guest can write that into a raw disk. What is claimed is kept. A claim says nothing else: not which disks there are.
 #[derive(Debug, Default)]
 pub struct Family {
     /// The children of each image, by its canonical path.
     children: BTreeMap<PathBuf, Vec<PathBuf>>,
+    /// A file that claims the image as its parent.
+    claims: BTreeMap<PathBuf, PathBuf>,
     /// What an image could not be asked for. It may be a child of any other.
     unread: Option<String>,
 }
@@ -44,8 +46,11 @@ impl Family {
     pub async fn ask<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf]) -> Self {
         let mut family = Self::default();
         for path in paths {
-            let says_raw = names::format_of(path) == Some(Format::Raw);
-            let Some(format) = may_have_parent(path).or(says_raw.then_some(Format::Qcow2)) else { continue };
+            if names::format_of(path) == Some(Format::Raw) {
+                family.note_claims(tools, path).await;
+                continue;
+            }
+            let Some(format) = may_have_parent(path) else { continue };
             match named_parents(tools.asking, path, format).await {
                 Ok(parents) => {
                     for parent in parents {
@@ -54,8 +59,6 @@ impl Family {
                         children.dedup();
                     }
                 }
-                // A raw disk, as its name says.
-                Err(_) if says_raw => {}
                 // An image that makes no sense cannot be used as a child either. What the storage does not give may be a child, and so may be
                 // what other programs understand.
                 Err(error) if is_no_image(error.kind()) && !is_of_others(error.kind(), format) => {}
@@ -63,6 +66,23 @@ impl Family {
             }
         }
         family
+    }
+
+    async fn note_claims<F: Files>(&mut self, tools: &Tools<'_, F>, path: &Path) {
+        match named_parents(tools.asking, path, Format::Qcow2).await {
+            Ok(parents) => {
+                let others = parents.into_iter().filter(|parent| parent != path);
+                self.claims.extend(others.map(|parent| (parent, path.to_owned())));
+            }
+            // It is a raw disk, or holds what its guest likes.
+            Err(error) if is_no_image(error.kind()) => {}
+            Err(error) => self.unread = Some(error.at_path(path).to_string()),
+        }
+    }
+
+    /// The file that claims the image at `image`, a canonical path, as its parent, if there is one.
+    pub(crate) fn claimed(&self, image: &Path) -> Option<&Path> {
+        self.claims.get(image).map(|path| &**path)
     }
 
     /// The images that name the one at `image`, a canonical path, as their parent.
@@ -168,6 +188,9 @@ async fn judge<F: Files>(tools: &Tools<'_, F>, family: &Family, image: &Path) ->
         return Ok(Verdict::waits("its name is a link: what it leads to lies in another place"));
     }
     let shown = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    if let Some(claims) = family.claimed(image) {
+        return Ok(Verdict::waits(format!("{} may be a child of it: {}", shown(claims), crate::delete::OF_A_RAW_NAME)));
+    }
     let child = match family.children_of(image)? {
         [child] => child,
         // The child may have moved: that nothing is found proves nothing.

@@ -196,7 +196,7 @@ impl<S: Store> Graph<S> {
     }
 }
 
-/// A write to `reserved` has failed. Space is there for other writes where there was too little for this one.
+/// A write to `reserved` has failed. Space is there for other writes where there was too little for this one, unless the place is the disk's already.
 #[cold]
 fn give_up(reserved: impl Reserved, error: Error) -> Error {
     if error.kind() == ErrorKind::NoSpace {

@@ -181,6 +181,27 @@ fn small_clusters(world: &World) -> Arc<MemFile> {
     device
 }
 
+/// Clusters are made ready before they are needed, so no write finds that there are none.
+#[test]
+fn an_image_tells_its_room_while_there_is_some() {
+    let world = World::new();
+    let device = small_clusters(&world);
+    device.lengthen(8 * MIB - device.len());
+    let disk = world.open(QCOW2);
+    let told: Arc<Mutex<Vec<Room>>> = Arc::default();
+    let hears = told.clone();
+    disk.handles()[0].image().watch_room(Arc::new(move |room| hears.lock().unwrap().push(room)));
+    let free = || told.lock().unwrap().last().unwrap().free_bytes;
+    write(&disk, 0, &[1; 512]);
+    let first = free();
+    for unit in 1..4096 {
+        write(&disk, unit * 512, &[1; 512]);
+        // 64 clusters may be ready, and tables take some.
+        assert!(free() <= first - (unit * 512).saturating_sub(128 * 512), "{} bytes of {first} after {unit}", free());
+    }
+    assert!(told.lock().unwrap().iter().all(|room| !room.is_out));
+}
+
 #[test]
 fn the_refcount_table_grows_on_a_device() {
     let world = World::new();

@@ -3,8 +3,8 @@
 //! A cluster is free when its refcount is 0, wherever it lies; the end of the file says nothing. Clusters are made ready in
 //! batches: they read as zeroes, their refcounts are 1, and both are durable before the first of them is given out. So no table
 //! ever points at a cluster whose count a power cut could set back. The next batch is made ready while half of the last one is left: by one
-//! write that has its place already, and no other waits for its sync, which takes as long as the page cache has data to write. What is ready
-//! when a process ends is leaked: `check` finds it, and it does no harm.
+//! write that has its place and its entry already. Other writes do not wait for its sync, which takes as long as the page cache has data to write.
+//! What is ready when a process ends is leaked: `check` finds it, and it does no harm.
 //!
 //! A cluster that was given up goes back only when its release can no longer be undone (`flush`).
 
@@ -50,11 +50,26 @@ pub(super) struct Space {
     pub lost: Vec<u64>,
     /// How many clusters were given out since the image was opened.
     pub given_out: u64,
-    /// No batch could be made ready early: the next one is made when a write needs it.
-    waits: bool,
+    /// With less clusters ready than this, the next batch is made: half of what was ready after the last one, and 0 after a failure, so that the next one
+    /// is made when a write needs it.
+    low: usize,
+}
+
+/// Clusters that are counted and zero.
+struct Batch {
+    clusters: Vec<u64>,
+    /// That is so durably.
+    is_durable: bool,
+    /// There was no space for more.
+    is_scarce: bool,
 }
 
 impl Writing {
+    fn is_running_low(&self) -> bool {
+        let space = self.space();
+        space.ready.len() < space.low
+    }
+
     pub(super) fn space(&self) -> MutexGuard<'_, Space> {
         self.space.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -113,36 +128,59 @@ impl<S: Store> Qcow2<S> {
 
     /// Makes clusters ready, unless another task has just done that.
     async fn prepare(&self, writing: &Writing) -> Result<()> {
+        let _one = writing.preparing.lock().await;
         let mut counts = writing.counts.lock().await;
         if !writing.space().ready.is_empty() {
             return Ok(());
         }
-        let prepared = self.prepare_batch(writing, &mut counts).await;
-        self.tell_room(&counts, &prepared);
-        writing.space().waits = false;
-        prepared
+        let counted = self.count_batch(writing, &mut counts).await;
+        self.tell_room(&counts, &counted);
+        drop(counts);
+        self.make_ready(writing, counted?).await
     }
 
-    /// Makes the next batch ready before the last one is used up, unless another task has the refcounts. A failure is not told here: the caller
-    /// has its cluster, and the first write that finds none gets the error.
-    pub(super) async fn prepare_early(&self, writing: &Writing) {
-        if !self.is_running_low(writing) {
-            return;
+    /// Makes the next batch ready before the last one is used up, unless another task does that. That there is no space is not told here: the caller has
+    /// its cluster, and the first write that finds none gets the error.
+    ///
+    /// # Errors
+    /// Only when the image takes no more writes.
+    pub(super) async fn prepare_early(&self, writing: &Writing) -> Result<()> {
+        if !writing.is_running_low() {
+            return Ok(());
         }
-        let Some(mut counts) = writing.counts.try_lock() else { return };
-        if self.is_running_low(writing) {
-            let prepared = self.prepare_batch(writing, &mut counts).await;
-            writing.space().waits = prepared.is_err();
+        let (Some(_one), Some(mut counts)) = (writing.preparing.try_lock(), writing.counts.try_lock()) else {
+            return Ok(());
+        };
+        if !writing.is_running_low() {
+            return Ok(());
         }
+        writing.space().low = 0;
+        let counted = self.count_batch(writing, &mut counts).await;
+        if counted.is_ok() {
+            self.tell_room(&counts, &counted);
+        }
+        drop(counts);
+        let prepared = match counted {
+            Ok(batch) => self.make_ready(writing, batch).await,
+            Err(error) => Err(error),
+        };
+        if writing.is_broken() { prepared } else { Ok(()) }
     }
 
-    fn is_running_low(&self, writing: &Writing) -> bool {
-        let most = self.most_ready(writing);
-        let space = writing.space();
-        !space.waits && (space.ready.len() as u64) < most / 2
+    /// Makes clusters that are counted durably so, and ready.
+    async fn make_ready(&self, writing: &Writing, batch: Batch) -> Result<()> {
+        if !batch.is_durable {
+            // When this fails, they are leaked.
+            self.store.sync().await?;
+        }
+        let mut space = writing.space();
+        space.ready.extend(batch.clusters);
+        space.low = if batch.is_scarce { 0 } else { space.ready.len() / 2 };
+        Ok(())
     }
 
-    async fn prepare_batch(&self, writing: &Writing, counts: &mut Refcounts) -> Result<()> {
+    /// Empties free clusters and counts them.
+    async fn count_batch(&self, writing: &Writing, counts: &mut Refcounts) -> Result<Batch> {
         writing.check(&self.store)?;
         let mut found = self.find_free(counts, self.batch(writing)).await?;
         if found.is_empty() && self.recycle(writing, counts).await? {
@@ -162,15 +200,18 @@ impl<S: Store> Qcow2<S> {
         if found.is_empty() {
             return Err(self.no_space());
         }
+        let mut is_scarce = false;
         match self.empty(counts.cluster_bits, &found).await {
             // What one cluster needs, and a block that counts it, may be there when what a batch needs is not.
             Err(error) if error.kind() == ErrorKind::NoSpace && found.len() > 2 => {
+                is_scarce = true;
                 found.truncate(2);
                 self.empty(counts.cluster_bits, &found).await?;
             }
             emptied => emptied?,
         }
-        self.make_ready(writing, counts, found).await
+        let batch = self.count(writing, counts, found).await?;
+        Ok(Batch { is_scarce, ..batch })
     }
 
     fn no_space(&self) -> Error {
@@ -240,13 +281,13 @@ impl<S: Store> Qcow2<S> {
         Ok(())
     }
 
-    /// Counts the free clusters `found`, which are zero, and makes both durable. A cluster whose count has no place becomes the block
-    /// of counts.
-    async fn make_ready(&self, writing: &Writing, counts: &mut Refcounts, found: Vec<u64>) -> Result<()> {
-        let (mut blocks, mut ready) = (Vec::new(), Vec::new());
+    /// Counts the free clusters `found`, which are zero. A cluster whose count has no place becomes the block of counts: then all of them are durable
+    /// when this returns.
+    async fn count(&self, writing: &Writing, counts: &mut Refcounts, found: Vec<u64>) -> Result<Batch> {
+        let (mut blocks, mut clusters) = (Vec::new(), Vec::new());
         for cluster in &found {
             match counts.has_block(*cluster) {
-                true => ready.push(*cluster),
+                true => clusters.push(*cluster),
                 false => blocks.push(counts.add_block(*cluster)),
             }
         }
@@ -254,7 +295,7 @@ impl<S: Store> Qcow2<S> {
             for run in runs(&found) {
                 counts.change(&self.store, run, |count| (count == 0).then_some(1)).await?;
             }
-            self.store.sync().await
+            if blocks.is_empty() { Ok(()) } else { self.store.sync().await }
         };
         if let Err(error) = counted.await {
             // Nothing in the file names the new blocks. Counts in others may be 1 now: leaks.
@@ -269,8 +310,7 @@ impl<S: Store> Qcow2<S> {
             // The table in the file may differ from the one in memory.
             published.await.inspect_err(|_| writing.refuse_writes())?;
         }
-        writing.space().ready.extend(ready);
-        Ok(())
+        Ok(Batch { clusters, is_durable: !blocks.is_empty(), is_scarce: false })
     }
 
     /// Makes clusters that are free read as zeroes; the file grows to hold them.

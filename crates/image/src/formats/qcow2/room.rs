@@ -23,10 +23,10 @@ impl<S: Store> Qcow2<S> {
     }
 
     /// Tells how much room there is, after something has taken some of it, or has failed to.
-    pub(super) fn tell_room(&self, counts: &Refcounts, taken: &Result<()>) {
+    pub(super) fn tell_room<T>(&self, counts: &Refcounts, taken: &Result<T>) {
         let Some(writing) = self.writing.as_ref().filter(|_| !self.store.info().grows_zeroed) else { return };
         let is_out = match taken {
-            Ok(()) => false,
+            Ok(_) => false,
             Err(error) if error.kind() == ErrorKind::NoSpace => true,
             Err(_) => return,
         };

@@ -166,8 +166,7 @@ impl<S: Store> Qcow2<S> {
             self.publish_new(part, &mut new).await?;
         }
         drop(held);
-        self.prepare_early(new.writing).await;
-        Ok(())
+        self.prepare_early(new.writing).await
     }
 
     /// Changes the entry of the cluster of `part`.
@@ -334,21 +333,23 @@ impl<S: Store> Qcow2<S> {
         if self.map.l1_entry(table) & COPIED != 0 {
             return Ok(());
         }
-        let _alone = self.map.hold_table(table).await;
         let entry = self.map.l1_entry(table);
-        if entry & COPIED != 0 {
-            return Ok(());
-        }
         let (bits, offset) = (self.head.header.cluster_bits, entry & OFFSET_MASK);
         self.rules.l2_table(entry).map_err(|fault| entry_error("L1", entry, at, fault)).at_path(self.path())?;
-        if offset != 0 {
-            let count = writing.counts.lock().await.get(&self.store, offset >> bits).await?;
-            match count {
-                0 => return Err(self.corrupt(offset, "an L2 table has the refcount 0").await),
-                // The entry names the same table either way: when this fails, it keeps the bit that is right.
-                1 => return self.set_table(writing, table, offset | COPIED, offset | COPIED).await,
-                _ => {}
-            }
+        // Before the table is held: reads wait for that.
+        let count = match offset {
+            0 => None,
+            _ => Some(writing.counts.lock().await.get(&self.store, offset >> bits).await?),
+        };
+        let _alone = self.map.hold_table(table).await;
+        if self.map.l1_entry(table) & COPIED != 0 {
+            return Ok(());
+        }
+        match count {
+            Some(0) => return Err(self.corrupt(offset, "an L2 table has the refcount 0").await),
+            // The entry names the same table either way: when this fails, it keeps the bit that is right.
+            Some(1) => return self.set_table(writing, table, offset | COPIED, offset | COPIED).await,
+            _ => {}
         }
         let fresh = self.take_cluster(writing).await?;
         let done = async {

@@ -25,6 +25,8 @@ pub(super) struct Writing {
     /// Locks by guest cluster: shared for a write in place, exclusive where the cluster's entry changes.
     pub clusters: RangeLock,
     pub grace: Grace,
+    /// Held while clusters are made ready. Whoever holds it waits for no lock of the image but that of the refcounts.
+    pub preparing: async_lock::Mutex<()>,
     /// Held while refcounts are looked up or changed. Whoever holds it waits for no other lock of the image.
     pub counts: async_lock::Mutex<Refcounts>,
     pub space: Mutex<Space>,
@@ -59,6 +61,7 @@ impl Writing {
         Ok(Self {
             clusters: RangeLock::default(),
             grace: Grace::default(),
+            preparing: async_lock::Mutex::new(()),
             counts: async_lock::Mutex::new(counts),
             space: Mutex::default(),
             flushes: Flushes::default(),
