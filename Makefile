@@ -31,7 +31,7 @@ help:
 	@echo 'make soak HOURS=1       servers and guests under kills, full disks, hung stores, with verified loads'
 	@echo 'make fuzz               each fuzz target for SECONDS_EACH=60'
 	@echo 'make peer               only the tests against other programs  (ARGS=test_fio)'
-	@echo 'make iotests QEMU_TREE=DIR  QEMU'"'"'s own tests for qcow2 over Spile, from a source tree of QEMU  (ARGS=017)'
+	@echo 'make iotests QEMU_TREE=DIR  the tests that QEMU has for qcow2, over Spile; DIR is its source tree  (ARGS=017)'
 	@echo 'make guest              only the tests with a guest under QEMU'
 	@echo 'make test-xen           only the tests on a nested Xen  (ARGS=test_process)'
 

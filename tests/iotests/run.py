@@ -48,6 +48,9 @@ WRONG = re.compile(r"^\+.*(Pattern verification failed|Content mismatch|panicked
 
 # Differences that are meant: (name, ways, pattern, what stands for it in both outputs).
 FILTERS = [
+    # Versions of qemu-img word wrong usage in different ways.
+    ("usage", WAYS, r"qemu-img: Invalid image size specified.*(?:\nqemu-img: kilobytes, .*)?", "qemu-img: (SIZE)"),
+    ("usage", WAYS, r"qemu-img: --output (?:must be used|expects).*(?:\nTry 'qemu-img .*)?", "qemu-img: (OUTPUT)"),
     # Spile names a parent by its path from the child's folder, so that the folder can be moved. QEMU writes it as it was told.
     ("name of a parent", ("images", "verbs"), r"backing file: \S+ \(actual path: (\S+)\)", r"backing file: \1"),
     ("name of a parent", ("images", "verbs"), r'("backing-filename": ")(?:TEST_DIR/)?', r"\1"),
