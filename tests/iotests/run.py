@@ -14,7 +14,8 @@ of this machine. Each test runs in up to three ways (`stand_in.py` says how):
 A fourth way, `qemu`, runs the tests without Spile, to see what fails here by itself; it is compared with nothing.
 
 `list.txt` says what is expected of each test in each way. What a test prints is compared with QEMU's own expectation after
-filters for differences that are known (`FILTERS`). A test that is listed as different is a skip, but a failure when it finds other data than were written. Prints a line for each test, `SKIP name: reason` for each that cannot run, and last
+filters for differences that are known (`FILTERS`). A test that is listed as different is a skip, but a failure when it finds
+other data than were written. Prints a line for each test, `SKIP name: reason` for each that cannot run, and last
 `N passed, N failed, N skipped`. A test that does other than the list says is a failure, also one that passes against it.
 `--all` runs also what the list skips. The exit code is 1 when one failed.
 """
