@@ -35,7 +35,7 @@ class Runner(support.PeerTest):
         super().setUp()
         support.need("qemu-io", "qemu-utils")
         support.need("qemu-system-x86_64", "qemu-system-x86")
-        support.need("qemu-storage-daemon", "qemu-system-common")
+        support.need("qemu-storage-daemon", "qemu-utils")
         self.tests = self.path("tree") / "tests" / "qemu-iotests"
         self.tests.mkdir(parents=True)
         (self.tests / "check").write_text(CHECK)
