@@ -241,7 +241,7 @@ def known_difference(path, ours, said):
     return ours.startswith("exit code 1 ") and (header.backing is not None or header.data_file or header.encrypted)
 
 
-def answer(verb, result, said=None, codes=None):
+def answer(verb, result, said=None):
     """Ends as qemu-img would after what Spile did. Its text replaces that of QEMU, which no filter could make the same."""
     code, _, error = result
     log(f"spile {verb}")
@@ -250,7 +250,7 @@ def answer(verb, result, said=None, codes=None):
             print(said)
     else:
         print(f"qemu-img: {error}", file=sys.stderr)
-    sys.exit((codes or {}).get(code, min(code, 1)))
+    sys.exit(min(code, 1))
 
 
 def resize(words):
