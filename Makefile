@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup build static demo test bench bench-vhost bench-life bench-xen report count fuzz sim soak guest peer tidy deny test-xen clean
+.PHONY: help setup build static demo test bench bench-vhost bench-life bench-xen report count fuzz sim soak guest peer iotests tidy deny test-xen clean
 
 # rustup puts cargo here, and a shell that was open before does not know it yet.
 export PATH := $(HOME)/.cargo/bin:$(PATH)
@@ -12,6 +12,8 @@ SEEDS ?= 100000
 SECONDS_EACH ?= 60
 # How long `make soak` goes on.
 HOURS ?= 1
+# A source tree of QEMU, for its own block tests.
+QEMU_TREE ?=
 # More arguments for `spile demo`, the benchmarks, the counts and the peer tests.
 ARGS ?=
 
@@ -29,6 +31,7 @@ help:
 	@echo 'make soak HOURS=1       servers and guests under kills, full disks, hung stores, with verified loads'
 	@echo 'make fuzz               each fuzz target for SECONDS_EACH=60'
 	@echo 'make peer               only the tests against other programs  (ARGS=test_fio)'
+	@echo 'make iotests QEMU_TREE=DIR  the tests that QEMU has for qcow2, over Spile; DIR is its source tree  (ARGS=017)'
 	@echo 'make guest              only the tests with a guest under QEMU'
 	@echo 'make test-xen           only the tests on a nested Xen  (ARGS=test_process)'
 
@@ -90,6 +93,10 @@ soak:
 peer:
 	@scripts/setup.sh test
 	@cargo xtask peer $(ARGS)
+
+iotests:
+	@scripts/setup.sh test
+	@QEMU_TREE="$(QEMU_TREE)" cargo xtask iotests $(ARGS)
 
 guest:
 	@scripts/setup.sh test

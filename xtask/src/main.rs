@@ -33,6 +33,7 @@ const COMMANDS: &[(&str, &str, Entry)] = &[
     ("peer", "run the tests against other programs (a name selects)", peer::run),
     ("guest", "run the tests with a guest under QEMU (a name selects)", peer::run_guest),
     ("xen", "run the tests on a nested Xen (a name selects)", peer::run_xen),
+    ("iotests", "run QEMU's own block tests over Spile (--qemu-tree DIR, a name selects)", peer::run_iotests),
     ("soak", "run servers and guests under kills, full disks, hung stores (--minutes N, --seed S)", peer::run_soak),
     ("bench", "compare speed over NBD with peers (--quick, --rounds N, --only WORD)", bench::run),
     ("bench-vhost", "the same over vhost-user-blk", bench::run_vhost),

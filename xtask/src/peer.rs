@@ -1,5 +1,5 @@
-//! `cargo xtask peer`, `cargo xtask guest`, `cargo xtask xen` and `cargo xtask soak`: the tests in `tests/peer/` and
-//! `tests/soak/`, against a release build.
+//! `cargo xtask peer`, `cargo xtask guest`, `cargo xtask xen`, `cargo xtask soak` and `cargo xtask iotests`: the tests in
+//! `tests/peer/`, `tests/soak/` and `tests/iotests/`, against a release build.
 
 use crate::{Result, shell};
 use std::path::Path;
@@ -34,6 +34,17 @@ pub fn run_xen_comparison(arguments: &[String]) -> Result<()> {
 pub fn run_soak(arguments: &[String]) -> Result<()> {
     build()?;
     shell::run(&mut soak(arguments))
+}
+
+/// Builds the program and runs QEMU's own block tests over it.
+pub fn run_iotests(arguments: &[String]) -> Result<()> {
+    build()?;
+    shell::run(iotests().args(arguments))
+}
+
+/// The runner of QEMU's own block tests. Their source tree is named by `QEMU_TREE` in the environment; without one that is a skip.
+pub fn iotests() -> Command {
+    python("tests/iotests/run.py")
 }
 
 /// The slice of the long hours that is part of the tests: the same events each time.

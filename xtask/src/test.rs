@@ -82,6 +82,7 @@ fn stages() -> Result<Vec<Vec<Vec<Stage>>>> {
     alone.extend(rust_tests()?);
     alone.push(whole("demo", demo()));
     alone.push(tally("peer", peer::command(&[])));
+    alone.push(tally("iotests", peer::iotests()));
     alone.push(tally("soak", peer::short_soak()));
     alone.push(tally("guest", peer::folder_command("guest")));
     let mut groups: Vec<_> = alone.into_iter().map(|stage| vec![vec![stage]]).collect();

@@ -33,7 +33,8 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// `Denied`, naming the child or the disk of the merge; the storage's.
 pub async fn refuse_parent(layers: &[LayerInfo]) -> Result<()> {
     let Some(image) = layers.first().filter(|image| image.path.is_absolute()) else { return Ok(()) };
-    if let Some(other) = other_name(&image.path) {
+    let path = image.path.clone();
+    if let Some(other) = run_blocking(&image.path, move || other_name(&path)).await {
         let what = format!("it has the name {}, too, because a merge was broken off", other.display());
         return Err(Error::new(ErrorKind::Denied, what).at_path(&image.path).hint("spile gc finishes it"));
     }
@@ -64,7 +65,7 @@ pub async fn refuse_parent(layers: &[LayerInfo]) -> Result<()> {
 }
 
 /// The other name of the file at `path` when one of both is that of an image that was deleted: a merge gives it the name of its child, and was broken off
-/// before it has lost its own. Children may name it by either.
+/// before it has lost its own. Children may name it by either. Reads the folder: not to be called on a worker.
 fn other_name(path: &Path) -> Option<PathBuf> {
     let stat = path.metadata().ok().filter(|stat| stat.nlink() > 1)?;
     let id = |stat: &std::fs::Metadata| (stat.dev(), stat.ino());

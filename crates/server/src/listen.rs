@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FileType, Mode, OFlags};
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 
@@ -222,6 +223,16 @@ fn bind_silently(path: &Path) -> std::io::Result<OwnedFd> {
     Ok(fd)
 }
 
+/// True when nobody listens on the socket at `path`. Never waits: a server that hangs takes no client, and lives.
+pub(crate) fn is_dead(path: &Path) -> bool {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let connect = || {
+        let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        rustix::net::connect(&fd, &SocketAddrUnix::new(path)?)
+    };
+    connect() == Err(Errno::CONNREFUSED)
+}
+
 /// The socket at `path`, which this process has made there. Others who may write in its folder may have put something else in its
 /// place, such as a link to a file that is none of theirs: that is refused.
 fn open_own_socket(path: &Path) -> std::io::Result<OwnedFd> {
@@ -371,6 +382,24 @@ mod tests {
                 let _ = stream.write_all(b"N");
             }
         })
+    }
+
+    #[test]
+    fn only_a_socket_without_a_listener_is_dead_and_one_that_takes_no_client_is_asked_without_a_wait() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        assert!(!is_dead(&path), "there is nothing");
+        let listener = UnixListener::bind(&path).unwrap();
+        // Nobody accepts, and the queue has one place.
+        rustix::net::listen(&listener, 0).unwrap();
+        let waiting = UnixStream::connect(&path).unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        let asked = path.clone();
+        std::thread::spawn(move || tell.send(is_dead(&asked)));
+        let is_dead_now = told.recv_timeout(Duration::from_secs(60)).expect("a full queue is waited for");
+        assert!(!is_dead_now, "a server that hangs counts as dead");
+        drop((waiting, listener));
+        assert!(is_dead(&path));
     }
 
     #[test]

@@ -182,13 +182,13 @@ fn remove_remains(parent: &Path) {
         match std::fs::read_to_string(&mark) {
             Ok(boot) if boot == boot_id() => {
                 remove(&path);
-                complain(format_args!("removed what a killed run had left: {}", path.display()));
+                tell_removed(&path);
             }
             // A run that was killed while it wrote the mark has left nothing else.
             Ok(boot) if boot.is_empty() => {
                 let _ = std::fs::remove_file(&mark);
                 if std::fs::remove_dir(&path).is_ok() {
-                    complain(format_args!("removed what a killed run had left: {}", path.display()));
+                    tell_removed(&path);
                 }
             }
             Ok(_) => complain(format_args!(
@@ -199,6 +199,10 @@ fn remove_remains(parent: &Path) {
             Err(_) => drop(std::fs::remove_dir(&path)),
         }
     }
+}
+
+fn tell_removed(path: &Path) {
+    complain(format_args!("removed what a killed run had left: {}", path.display()));
 }
 
 /// True for the prefix with a process id behind it, and no more or a dash and more.

@@ -340,6 +340,19 @@ pub(super) fn to_uri(name: &str) -> String {
     name.bytes().map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }).collect()
 }
 
+/// The file name that stands in a locator as `text`. `None` where that is no encoding of a name.
+pub(super) fn of_uri(text: &str) -> Option<String> {
+    let (mut name, mut rest) = (Vec::with_capacity(text.len()), text);
+    while let Some((plain, encoded)) = rest.split_once('%') {
+        name.extend_from_slice(plain.as_bytes());
+        let digits = encoded.get(..2).filter(|digits| digits.bytes().all(|digit| digit.is_ascii_hexdigit()))?;
+        name.push(u8::from_str_radix(digits, 16).ok()?);
+        rest = &encoded[2..];
+    }
+    name.extend_from_slice(rest.as_bytes());
+    String::from_utf8(name).ok()
+}
+
 /// A locator of an export with a name, in its parts: all before the name, the name, and all behind it.
 fn parts_of(at: &Locator) -> Option<(String, &str, String)> {
     let Locator::Nbd(uri) = at else { return None };
@@ -466,6 +479,17 @@ mod tests {
         assert_eq!(at("nbds://h:10/a.vhd?tls-hostname=x"), of(format!("nbds://h:10/{order}/a.vhd?tls-hostname=x")));
         assert_eq!(at("nbd+unix:///a?socket=/s/t"), of(format!("nbd+unix:///{order}/a?socket=/s/t")));
         assert_eq!((at("nbd://h"), at("nbd://h/"), at("nbd+unix:///?socket=/s")), (None, None, None));
+    }
+
+    #[test]
+    fn a_name_in_a_locator_is_read_as_it_was_written() {
+        for name in ["disk.vhd", "vm 1.raw", "größe.raw", "50%.raw", "%25.raw", ""] {
+            assert_eq!(of_uri(&to_uri(name)).as_deref(), Some(name));
+        }
+        assert_eq!(of_uri("base%2Evhd").as_deref(), Some("base.vhd"));
+        for bad in ["%", "a%2", "%+1", "%g0", "%ff", "%€"] {
+            assert_eq!(of_uri(bad), None, "{bad}");
+        }
     }
 
     #[test]

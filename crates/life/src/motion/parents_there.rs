@@ -85,7 +85,8 @@ impl ParentsThere {
         if source.handles().len() == 1 {
             return Ok(None);
         }
-        let Some(leaf) = order::name_at(to) else {
+        let named = order::name_at(to).and_then(|text| Some((text, order::of_uri(text)?)));
+        let Some((written, leaf)) = named else {
             let what = "the chain cannot be kept: the place there has no name";
             return Err(Error::new(ErrorKind::InvalidInput, what).hint("say nbds://HOST/NAME.vhd, or .qcow2"));
         };
@@ -95,7 +96,7 @@ impl ParentsThere {
             let what = format!("the chain cannot be kept: `spile receive` takes no file of the name {bad:?}");
             return Err(Error::new(ErrorKind::InvalidInput, what).hint("rename it; or flatten it: --chain flatten"));
         }
-        let names = [leaf.to_owned()].into_iter().chain(parents.iter().map(|name| order::to_uri(name))).collect();
+        let names = [written.to_owned()].into_iter().chain(parents.iter().map(|name| order::to_uri(name))).collect();
         let (begun, sent, may_be_late, done_bytes) = Default::default();
         Ok(Some(Self { names, format, sources: sources_of(source), begun, sent, may_be_late, done_bytes }))
     }

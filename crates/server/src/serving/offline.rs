@@ -4,7 +4,6 @@
 //! ([`api::jobs`](super::api::jobs)). The name of the socket ends in [`EXTENSION`] and not as that of a server: whoever looks for
 //! the server of a disk passes it over. A command that was killed leaves a socket on which nobody answers; the next command removes it.
 
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +20,7 @@ use super::api::types::{Job, JobChange};
 use super::fronts::{Listening, Role};
 use super::jobs::{DiskJob, no_such_job};
 use super::sockets::Endpoint;
-use crate::listen::SocketAccess;
+use crate::listen::{SocketAccess, is_dead};
 use crate::uri::Address;
 
 /// Whoever has cancelled a job has so long to see how it has ended, before the command forgets it.
@@ -149,7 +148,7 @@ impl HasJobs for Shown {
 /// Removes what commands that were killed have left in the folder. A socket appears there only when it listens, so one that refuses is dead.
 fn remove_dead(folder: &Path) {
     for socket in discovery::sockets_of_commands(folder).unwrap_or_default() {
-        if UnixStream::connect(&socket).is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused) {
+        if is_dead(&socket) {
             let _ = std::fs::remove_file(&socket);
         }
     }
