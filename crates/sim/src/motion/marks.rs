@@ -1,6 +1,6 @@
 //! The changed blocks of the disk that is moved: [`Marked`] notes for a job what changes.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -31,8 +31,8 @@ pub(crate) struct Tracking {
     pub checkpoints: Checkpoints,
     /// They go along to another host, too, which takes files of the usual grain only.
     pub goes_far: bool,
-    /// A rule of a copy that is kept in step is broken: the mark from which a next process goes on moves forward at once.
-    pub moves_early: bool,
+    /// A rule of a copy that is kept in step is broken: what the mark is to move forward to begins only when it does.
+    pub moves_too_far: bool,
 }
 
 /// What is beside the new image, the name of its last checkpoint, and the turn.
@@ -49,12 +49,10 @@ pub(crate) struct Marked<'a, S: Store> {
     /// The same while they go to another host; and what is to be sent.
     sending: RefCell<Option<MutexGuardArc<()>>>,
     packed: RefCell<Option<Packed<SimStore>>>,
-    /// A call to move the mark forward has begun.
-    is_moved: Cell<bool>,
 }
 
-/// What the move under way is noted under, and what is to take its place.
-const MARKS_OF_MOVE: [&str; 2] = ["\u{1}move", "\u{1}move-next"];
+/// Under this name is noted what is to take the mark's place.
+const NEXT: &str = "\u{1}move-next";
 
 /// What surrounds the changed blocks of a disk of `world`.
 pub(crate) fn around(world: &World, broken: Broken) -> Surroundings<SimFiles> {
@@ -87,7 +85,7 @@ impl Tracking {
     /// Nothing is noted yet.
     pub fn new(world: World, broken: Broken) -> Self {
         let (tracker, turn, checkpoints) = Default::default();
-        Self { world, broken, tracker, turn, checkpoints, goes_far: false, moves_early: false }
+        Self { world, broken, tracker, turn, checkpoints, goes_far: false, moves_too_far: false }
     }
 
     pub(super) async fn turn(&self) -> MutexGuardArc<()> {
@@ -193,8 +191,8 @@ impl Tracking {
 
 impl<'a, S: Store> Marked<'a, S> {
     pub fn new(of: &'a Tracking, node: &'a Node<Graph<S>>) -> Self {
-        let (carrying, held, sending, packed, is_moved) = Default::default();
-        Self { of, node, carrying, held, sending, packed, is_moved }
+        let (carrying, held, sending, packed) = Default::default();
+        Self { of, node, carrying, held, sending, packed }
     }
 
     /// Nothing goes along, and nobody makes a checkpoint that would stay behind.
@@ -219,11 +217,10 @@ impl<'a, S: Store> Marked<'a, S> {
 
 impl<S: Store> Marks for Marked<'_, S> {
     fn begin<'a>(&'a self, name: &'a str) -> Later<'a, ()> {
-        let [mark, next] = MARKS_OF_MOVE;
-        let is_early = self.of.moves_early && name == next;
-        self.is_moved.set(is_early);
-        let name = if is_early { mark } else { name };
         Box::pin(async move {
+            if self.of.moves_too_far && name == NEXT {
+                return Ok(());
+            }
             let _turn = self.of.turn().await;
             self.end_one(name).await?;
             self.of.made(self.node).await?.checkpoint(self.node, name).await
@@ -259,8 +256,8 @@ impl<S: Store> Marks for Marked<'_, S> {
 
     fn rename<'a>(&'a self, name: &'a str, to: &'a str) -> Later<'a, ()> {
         Box::pin(async move {
-            if self.is_moved.take() && name == MARKS_OF_MOVE[1] {
-                return Ok(());
+            if self.of.moves_too_far && name == NEXT {
+                return self.begin(to).await;
             }
             let _turn = self.of.turn().await;
             self.end_one(to).await?;

@@ -104,8 +104,8 @@ pub enum Broken {
     MarksNotMet,
     /// Nobody looks whether an old image was written to before it is used again.
     OldImageAsIs,
-    /// The place from which a copy is gone on with moves forward before all is copied and durable that had changed until then.
-    MarkMovedEarly,
+    /// The mark from which a copy is gone on with moves forward past what has changed meanwhile and is not copied.
+    MarkTooFar,
 }
 
 impl Broken {
@@ -289,8 +289,8 @@ pub fn run_receive(seed: u64, broken: Broken, trace: bool) -> Result<ReceiveSumm
 
 /// What notes changes of the disk on the host `world`.
 fn tracking(world: World, goes_far: bool, broken: Broken) -> Tracking {
-    let moves_early = broken == Broken::MarkMovedEarly;
-    Tracking { goes_far, moves_early, ..Tracking::new(world, spile_life::changes::Broken::Nothing) }
+    let moves_too_far = broken == Broken::MarkTooFar;
+    Tracking { goes_far, moves_too_far, ..Tracking::new(world, spile_life::changes::Broken::Nothing) }
 }
 
 impl Host {

@@ -133,6 +133,6 @@ fn an_old_image_that_somebody_wrote_to_and_that_is_used_again_is_found() {
 }
 
 #[test]
-fn a_place_to_go_on_from_that_moves_forward_too_early_is_found() {
-    bites(Broken::MarkMovedEarly, 3, "the copy is not the disk");
+fn a_mark_that_moves_forward_too_far_is_found() {
+    bites(Broken::MarkTooFar, 3, "the copy is not the disk");
 }
