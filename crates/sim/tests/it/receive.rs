@@ -47,7 +47,7 @@ fn what_comes_late_by_an_old_link_is_found() {
 
 #[test]
 fn a_write_that_is_sent_again_by_the_same_link_is_found() {
-    bites(Broken::SentAgain, 131, " reads ");
+    bites(Broken::SentAgain, 31, " reads ");
 }
 
 #[test]
@@ -108,7 +108,7 @@ fn a_hand_over_that_does_not_wait_for_requests_in_flight_is_found() {
 
 #[test]
 fn changes_that_are_not_copied_again_are_found() {
-    bites(Broken::Move(BrokenMove::ChangesLeftOut), 9, " reads ");
+    bites(Broken::Move(BrokenMove::ChangesLeftOut), 3, " reads ");
 }
 
 /// As [`bites`], of the seeds alone in which checkpoints go along and disks come back; `first` counts these.
