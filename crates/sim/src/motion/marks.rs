@@ -31,8 +31,6 @@ pub(crate) struct Tracking {
     pub checkpoints: Checkpoints,
     /// They go along to another host, too, which takes files of the usual grain only.
     pub goes_far: bool,
-    /// A rule of a copy that is kept in step is broken: what the mark is to move forward to begins only when it does.
-    pub moves_too_far: bool,
 }
 
 /// What is beside the new image, the name of its last checkpoint, and the turn.
@@ -50,9 +48,6 @@ pub(crate) struct Marked<'a, S: Store> {
     sending: RefCell<Option<MutexGuardArc<()>>>,
     packed: RefCell<Option<Packed<SimStore>>>,
 }
-
-/// Under this name is noted what is to take the mark's place.
-const NEXT: &str = "\u{1}move-next";
 
 /// What surrounds the changed blocks of a disk of `world`.
 pub(crate) fn around(world: &World, broken: Broken) -> Surroundings<SimFiles> {
@@ -85,7 +80,7 @@ impl Tracking {
     /// Nothing is noted yet.
     pub fn new(world: World, broken: Broken) -> Self {
         let (tracker, turn, checkpoints) = Default::default();
-        Self { world, broken, tracker, turn, checkpoints, goes_far: false, moves_too_far: false }
+        Self { world, broken, tracker, turn, checkpoints, goes_far: false }
     }
 
     pub(super) async fn turn(&self) -> MutexGuardArc<()> {
@@ -218,9 +213,6 @@ impl<'a, S: Store> Marked<'a, S> {
 impl<S: Store> Marks for Marked<'_, S> {
     fn begin<'a>(&'a self, name: &'a str) -> Later<'a, ()> {
         Box::pin(async move {
-            if self.of.moves_too_far && name == NEXT {
-                return Ok(());
-            }
             let _turn = self.of.turn().await;
             self.end_one(name).await?;
             self.of.made(self.node).await?.checkpoint(self.node, name).await
@@ -256,9 +248,6 @@ impl<S: Store> Marks for Marked<'_, S> {
 
     fn rename<'a>(&'a self, name: &'a str, to: &'a str) -> Later<'a, ()> {
         Box::pin(async move {
-            if self.of.moves_too_far && name == NEXT {
-                return self.begin(to).await;
-            }
             let _turn = self.of.turn().await;
             self.end_one(to).await?;
             let changes = self.of.tracker.borrow().clone();

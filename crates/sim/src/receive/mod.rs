@@ -104,8 +104,6 @@ pub enum Broken {
     MarksNotMet,
     /// Nobody looks whether an old image was written to before it is used again.
     OldImageAsIs,
-    /// The mark from which a copy is gone on with moves forward past what has changed meanwhile and is not copied.
-    MarkTooFar,
 }
 
 impl Broken {
@@ -234,7 +232,7 @@ pub fn run_receive(seed: u64, broken: Broken, trace: bool) -> Result<ReceiveSumm
         here.keep_trace();
         there.keep_trace();
     }
-    let tracking = tracking(here.clone(), is_tracked(seed), broken);
+    let tracking = tracking(here.clone(), is_tracked(seed));
     let sizes = Sizes { batch_bytes: 1 << 20, piece_bytes: 4096 << rng.below(5), ..Sizes::default() };
     // Drawn beside all else: a seed without parents does what it did before there were any.
     let mut qcow2_rng = Rng::new(seed).split(94);
@@ -288,9 +286,8 @@ pub fn run_receive(seed: u64, broken: Broken, trace: bool) -> Result<ReceiveSumm
 }
 
 /// What notes changes of the disk on the host `world`.
-fn tracking(world: World, goes_far: bool, broken: Broken) -> Tracking {
-    let moves_too_far = broken == Broken::MarkTooFar;
-    Tracking { goes_far, moves_too_far, ..Tracking::new(world, spile_life::changes::Broken::Nothing) }
+fn tracking(world: World, goes_far: bool) -> Tracking {
+    Tracking { goes_far, ..Tracking::new(world, spile_life::changes::Broken::Nothing) }
 }
 
 impl Host {
@@ -348,7 +345,7 @@ impl Host {
             oracle: self.oracle.clone(),
             window_rng: RefCell::new(rng.split(92)),
             faults_before,
-            tracking: Tracking { checkpoints, ..tracking(here, true, self.broken) },
+            tracking: Tracking { checkpoints, ..tracking(here, true) },
             has_looked,
             ending,
             is_ended,

@@ -132,8 +132,3 @@ fn changes_that_are_not_noted_there_are_found() {
 fn an_old_image_that_somebody_wrote_to_and_that_is_used_again_is_found() {
     bites_tracked(Broken::OldImageAsIs, 7, " reads ");
 }
-
-#[test]
-fn a_mark_that_moves_forward_too_far_is_found() {
-    bites(Broken::MarkTooFar, 3, "the copy is not the disk");
-}
