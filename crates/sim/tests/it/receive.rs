@@ -23,7 +23,7 @@ fn three_hundred_seeds_find_nothing() {
     assert!(all.back > 8 && all.back_by_less > 3 && all.written_behind > 3, "too few disks went back: {all:?}");
 }
 
-/// Seed 50023 was told to stop before anything was noted of its half there, and was cancelled a moment later: nobody told the other host.
+/// Seed 50023 was told to stop before anything was noted of its half there, and was cancelled a moment later: nobody told the other host. It drew another disk then.
 #[test]
 fn a_move_that_is_cancelled_while_it_stops_leaves_nothing_there() {
     run_receive(50023, Broken::Nothing, false).unwrap_or_else(|finding| panic!("{}", finding.message));
