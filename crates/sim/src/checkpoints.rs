@@ -64,6 +64,17 @@ async fn content(disk: &impl Disk) -> Option<Vec<u8>> {
 const PIECE_BYTES: u64 = 128 << 10;
 
 impl Checkpoints {
+    /// What is known of them, for another host to which the disk has gone.
+    pub fn hand_on(&self) -> Self {
+        let (known, names) = (RefCell::new(self.known.take()), self.names.clone());
+        Self { known, names, ..Self::default() }
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> u64 {
+        self.known.borrow().len() as u64
+    }
+
     /// Looks which of them there are, when the disk was just opened, and what has changed since each.
     pub async fn look<G: Disk>(&self, disk: &Asked<'_, G>) {
         let there = match (disk.tracker)() {

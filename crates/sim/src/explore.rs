@@ -144,18 +144,23 @@ impl<S: Subject> Run<S> {
             self.create(layer);
             let life = self.parents_life(layer);
             self.life(layer, &life);
+            self.age(layer);
         }
         self.create(last);
-        self.world.set_sabotage(self.sabotage.clone());
         for (at, life) in self.plan.clone().lives.iter().enumerate() {
+            self.world.set_sabotage(self.sabotage.clone());
             let steps = self.life(last, life);
+            self.world.set_sabotage(Sabotage::None);
             if at == 0 {
                 self.summary.first_life_steps = steps;
+                self.age(last);
             }
         }
-        self.world.set_sabotage(Sabotage::None);
         self.life(last, &Life::quiet(10, 3));
         self.life(last, &Life::quiet(0, 3));
+        let (subject, world) = (self.subject.clone(), self.world.clone());
+        let ended = block_on(&self.world, async move { subject.end(&world).await });
+        ended.unwrap_or_else(|what| panic!("at the end of all: {what}"));
         self.summary.trace_hash = self.world.trace_hash();
         self.summary
     }
@@ -177,6 +182,12 @@ impl<S: Subject> Run<S> {
         made.unwrap_or_else(|error| panic!("cannot create layer {layer}: {error:?}"));
         // A new image is durable once it is made. Data that an earlier life left in the layers below may not be.
         self.world.settle(&self.subject.path(layer));
+    }
+
+    fn age(&self, layer: usize) {
+        let (subject, world) = (self.subject.clone(), self.world.clone());
+        let aged = block_on(&self.world, async move { subject.age(&world, layer).await });
+        aged.unwrap_or_else(|error| panic!("layer {layer} cannot be made older: {error:?}"));
     }
 
     fn check(&self, clean: bool) {

@@ -92,6 +92,9 @@ pub enum Sabotage {
     Late(Choice),
     /// Chosen changes never take effect, as if they had been forgotten.
     Lost(Choice),
+    /// Reads into the memory of clients answer at once and come much later, as if the image had taken its readers to be gone before they are. The client
+    /// waits for what comes.
+    SlowReaders,
 }
 
 impl std::fmt::Debug for Sabotage {
@@ -105,6 +108,7 @@ impl std::fmt::Debug for Sabotage {
             Sabotage::Unsynced(_) => "unsynced",
             Sabotage::Late(_) => "late",
             Sabotage::Lost(_) => "lost",
+            Sabotage::SlowReaders => "slow-readers",
         })
     }
 }
@@ -127,7 +131,8 @@ pub(crate) struct Harm {
 impl Sabotage {
     /// True when changes must be shown to [`Sabotage::harm`].
     pub(crate) fn chooses(&self) -> bool {
-        !matches!(self, Sabotage::None | Sabotage::SkipSync { .. } | Sabotage::EarlySync | Sabotage::ReadersSync)
+        use Sabotage::{EarlySync, None, ReadersSync, SkipSync, SlowReaders};
+        !matches!(self, None | SkipSync { .. } | EarlySync | ReadersSync | SlowReaders)
     }
 
     /// What happens to this change.
@@ -141,7 +146,7 @@ impl Sabotage {
                 harm.voids_sync = of(view, touch);
                 harm.saves_sync = unless(view, touch);
             }
-            Sabotage::None | Sabotage::SkipSync { .. } | Sabotage::EarlySync | Sabotage::ReadersSync => {}
+            _ => {}
         }
         harm
     }

@@ -11,6 +11,7 @@ use spile_image::{Format, Graph, OpenOptions};
 use spile_node::Aligned;
 
 use crate::pages::Pages;
+use crate::past::Past;
 use crate::qcow2::Form;
 use crate::rng::Rng;
 use crate::store::SimStore;
@@ -50,7 +51,7 @@ impl Kind {
         }
     }
 
-    fn is_qcow2(self) -> bool {
+    pub(crate) fn is_qcow2(self) -> bool {
         matches!(self, Kind::Qcow2 | Kind::Qcow2Chain)
     }
 
@@ -110,6 +111,8 @@ pub struct Image {
     pub aligned: bool,
     /// The size of the metadata cache in bytes.
     pub cache_bytes: usize,
+    /// What happens to qcow2 images after their first lives.
+    pub past: Past,
 }
 
 impl Image {
@@ -136,7 +139,7 @@ impl Image {
             }
         }
         let cache_bytes = *rng.pick(&[64 << 10, 1 << 20, 64 << 20]);
-        Self { layers, aligned: rng.chance(1, 2), cache_bytes }
+        Self { layers, aligned: rng.chance(1, 2), cache_bytes, past: Past::draw(&mut Rng::new(seed).split(31)) }
     }
 
     /// The leaf.
@@ -149,7 +152,7 @@ impl Image {
         format!("layer{layer}.{extension}")
     }
 
-    async fn chain(&self, world: &World, layer: usize, read_only: bool) -> Result<Graph<SimStore>> {
+    pub(crate) async fn chain(&self, world: &World, layer: usize, read_only: bool) -> Result<Graph<SimStore>> {
         let options = OpenOptions { read_only, metadata_cache_bytes: self.cache_bytes, ..OpenOptions::default() };
         Graph::open(&world.files(), world.env(), &self.path(layer), &options).await
     }
@@ -292,6 +295,15 @@ impl Subject for Image {
         let chain = self.chain(world, layer, false).await?;
         chain.begin();
         Ok(if self.aligned { SimDisk::Aligned(Box::new(Aligned::new(chain))) } else { SimDisk::Plain(chain) })
+    }
+
+    async fn age(&self, world: &World, layer: usize) -> Result<()> {
+        self.give_past(world, layer).await
+    }
+
+    async fn end(&self, world: &World) -> Result<(), String> {
+        self.look_at_past(world).await?;
+        self.check(world, true).await
     }
 
     async fn check(&self, world: &World, clean: bool) -> Result<(), String> {

@@ -25,6 +25,7 @@ mod names;
 mod op;
 pub mod oracle;
 pub mod pages;
+pub mod past;
 pub mod plan;
 pub mod qcow2;
 pub mod receive;

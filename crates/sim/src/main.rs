@@ -28,7 +28,7 @@ spile-sim: runs the image code against a simulated host and crashes it anywhere
   --merge          layers are merged and leaves flattened under load; on one thread
   --gc             images are deleted, cloned and collected, under load and not; on one thread
   --move           disks are moved under load; on one thread
-  --receive        disks are moved to another host, by links that are cut; on one thread
+  --receive        disks are moved to another host, by links that are cut, and back; on one thread
   --changes        changed blocks are tracked under load, checkpoints made and removed; on one thread
   --backup         disks are backed up at one point in time under load; on one thread
   --every-step     one short life for each seed, crashed at every step, both ways

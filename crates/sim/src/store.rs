@@ -12,11 +12,18 @@ use spile_core::{
     StoreInfo, StoreOffset, Via, Work,
 };
 
+use crate::exec::spawn_beside;
+use crate::faults::Sabotage;
 use crate::file::SimFile;
 use crate::names::Change;
 use crate::op::Kind;
-use crate::rng::Rng;
+use crate::rng::{Rng, mix};
+use crate::turns::turns;
+use crate::workload::UNREAD;
 use crate::world::World;
+
+/// A read that is slow on purpose comes after so many turns at most.
+const MOST_DELAY: u64 = 4000;
 
 /// The simulated file system, as one life of the process sees it.
 #[derive(Clone)]
@@ -252,6 +259,37 @@ impl SimStore {
         Ok(state.submit(self.file, kind))
     }
 
+    /// Sabotage: true when a client's read was answered, and what it reads comes later.
+    fn is_read_slowly(&self, offset: u64, into: &Segments) -> bool {
+        let mut state = self.world.lock();
+        if !matches!(state.sabotage, Sabotage::SlowReaders) || into.to_vec().iter().any(|byte| *byte != UNREAD) {
+            return false;
+        }
+        let number = state.slow_begun;
+        let draw = mix(offset ^ number << 32);
+        state.slow_begun += 1;
+        // Most readers are as fast as others.
+        if !draw.is_multiple_of(3) {
+            return false;
+        }
+        state.slow_reads.insert(number);
+        let (delay, file, life) = (draw % MOST_DELAY, self.file, self.life);
+        let (world, into) = (self.world.clone(), into.clone());
+        let late = async move {
+            turns(delay).await;
+            let mut state = world.lock();
+            if state.life == life {
+                let mut bytes = vec![0; into.len()];
+                state.files[file].view.read(offset, &mut bytes);
+                into.copy_from_slice(0, &bytes);
+                state.slow_reads.remove(&number);
+            }
+        };
+        drop(state);
+        spawn_beside(Box::pin(late));
+        true
+    }
+
     /// Direct operations that are not aligned are bugs of the image, not errors to be handled.
     fn check_alignment(&self, offset: u64, memory: &Segments, via: Via) {
         let align = u64::from(self.info().offset_align_bytes);
@@ -324,6 +362,9 @@ impl Store for SimStore {
 
     async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
         self.check_alignment(offset.0, into, via);
+        if self.is_read_slowly(offset.0, into) {
+            return Ok(());
+        }
         let kind = Kind::Read { offset: offset.0, into: into.clone() };
         self.run(kind).await.map_err(|e| e.at_path(self.path.get()).at_offset(offset.0))
     }

@@ -25,6 +25,19 @@ pub trait Subject: 'static {
     /// Opens the disk whose leaf is `layer`.
     fn open(&self, world: &World, layer: usize) -> impl Future<Output = Result<Self::Disk>>;
 
+    /// After the first life of `layer`, while nobody has the files open: what has happened to them besides, which changes nothing of what the disk holds.
+    fn age(&self, _world: &World, _layer: usize) -> impl Future<Output = Result<()>> {
+        async { Ok(()) }
+    }
+
+    /// Looks, at the end of all, at what [`Subject::age`] has left.
+    ///
+    /// # Errors
+    /// What is wrong.
+    fn end(&self, _world: &World) -> impl Future<Output = Result<(), String>> {
+        async { Ok(()) }
+    }
+
     /// Checks the files while nobody has them open. Leaks are allowed, unless the leaf was closed in order (`clean`).
     ///
     /// # Errors

@@ -14,7 +14,11 @@ use crate::oracle::{Change, Oracle, Pending};
 use crate::plan::{Plan, Weights};
 use crate::rng::Rng;
 use crate::stamp::{self, SECTOR};
+use crate::turns::turns;
 use crate::world::World;
+
+/// What is in a client's memory before it is read into.
+pub(crate) const UNREAD: u8 = 0xA5;
 
 /// The work on one disk in one life: the disk, and what its clients share.
 pub(crate) struct Workload<D> {
@@ -231,8 +235,13 @@ impl<D: Disk> Workload<D> {
     async fn read(&self, sectors: Range<u64>) {
         let issued = self.oracle.borrow_mut().begin_read();
         let into = Segments::zeroed(len_bytes(&sectors));
-        into.fill(0xA5);
+        into.fill(UNREAD);
+        let before = self.world.slow_begun();
         let done = self.disk.read(extent(&sectors), &into).await;
+        let slow = before..self.world.slow_begun();
+        while !slow.is_empty() && self.world.has_slow_reads(slow.clone()) {
+            turns(1).await;
+        }
         self.world.note("read-done", [sectors.start, sectors.end, u64::from(done.is_ok())]);
         let mut oracle = self.oracle.borrow_mut();
         match done {

@@ -4,7 +4,7 @@
 //! answered: three moments that the seed spreads over the steps of the run, so that operations in flight overtake each other
 //! in every way. [`World::kill`] ends the process between any two steps, [`World::cut_power`] the host.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -59,6 +59,9 @@ pub(crate) struct State {
     pub faults: Faults,
     faults_fired: u64,
     pub sabotage: Sabotage,
+    /// The numbers of the reads that were answered and are not done ([`Sabotage::SlowReaders`]), and how many there were.
+    pub slow_reads: BTreeSet<u64>,
+    pub slow_begun: u64,
     syncs: u64,
     trace: Trace,
 }
@@ -105,6 +108,8 @@ impl World {
             faults: Faults::default(),
             faults_fired: 0,
             sabotage: Sabotage::None,
+            slow_reads: BTreeSet::new(),
+            slow_begun: 0,
             syncs: 0,
             trace: Trace::default(),
         };
@@ -139,6 +144,16 @@ impl World {
     /// Something has failed that is no operation of this host.
     pub(crate) fn count_fault(&self) {
         self.lock().faults_fired += 1;
+    }
+
+    /// How many reads were answered long before they are done: see [`Sabotage::SlowReaders`].
+    pub(crate) fn slow_begun(&self) -> u64 {
+        self.lock().slow_begun
+    }
+
+    /// One of the slow reads of these numbers is not done.
+    pub(crate) fn has_slow_reads(&self, numbers: Range<u64>) -> bool {
+        self.lock().slow_reads.range(numbers).next().is_some()
     }
 
     /// Somebody else on this host has written these bytes to the file at `path`, durably.
@@ -615,6 +630,7 @@ impl State {
             }
         }
         self.results.clear();
+        self.slow_reads.clear();
         self.files.iter_mut().for_each(SimFile::process_death);
         self.life += 1;
         self.clock_ms += self.crash_rng.between(1000, 100_000);

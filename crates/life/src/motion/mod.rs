@@ -116,7 +116,7 @@ pub async fn run<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<()> {
     };
     let ended = crate::finish(work, &disk, &Plan::Move(plan.clone()), result).await;
     // A job that was stopped may have been cancelled since: nobody goes on with its half.
-    if let Some(place) = place.filter(|place| place.keeps_half.get())
+    if let Some(place) = place.filter(Place::may_have_left)
         && work.job.state() == State::Cancelled
     {
         place.give_left_half_up(work).await;

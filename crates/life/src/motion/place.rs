@@ -53,6 +53,8 @@ pub(super) struct Place {
     was_taken_in: Cell<bool>,
     /// The other host knows that its image may be the disk.
     is_told: Cell<bool>,
+    /// The other host was told that the move is given up.
+    is_dropped: Cell<bool>,
     /// What of the new image can be taken up by the next process is left when this one ends.
     pub keeps_half: Cell<bool>,
     /// The copies of the disk's parents, when its chain is kept on this host.
@@ -104,6 +106,7 @@ impl Place {
             taken_in: Cell::new(None),
             was_taken_in: Cell::new(false),
             is_told: Cell::new(false),
+            is_dropped: Cell::new(false),
             keeps_half: Cell::new(false),
             parents,
             parents_there,
@@ -492,10 +495,16 @@ impl Place {
         }
     }
 
+    /// True when there may be a half of this move still. On another host it is there from the first order on, also when nothing was noted of it.
+    pub fn may_have_left(&self) -> bool {
+        self.keeps_half.get() || self.taken_in.get().is_some() && !self.is_dropped.get()
+    }
+
     /// Has a host that takes disks in remove the half-made images of a move that was cancelled: the disk's own, and then that of a parent. When it does not answer soon, it keeps them,
     /// and knows it.
     pub async fn drop_there<F: Files>(&self, work: &Work<'_, F>) {
         let (Some(id), Some(order)) = (self.taken_in.get(), self.order(|id| Order::Drop { id })) else { return };
+        self.is_dropped.set(true);
         let parents = self.parents_there.as_ref().map(|parents| parents.drops(&self.moved.to, id)).unwrap_or_default();
         let drop_all = async {
             for order in [order].iter().chain(&parents) {

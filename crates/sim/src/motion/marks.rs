@@ -9,13 +9,13 @@ use async_lock::{Mutex, MutexGuardArc};
 use spile_core::{Disk, Error, ErrorKind, Extent, Files, Result, Store, Timer};
 use spile_image::Graph;
 use spile_life::changes::header::{Grain, Stamp};
-use spile_life::changes::{Broken, Changes, Found, Surroundings, is_hidden};
-use spile_life::{Later, Marks, names};
+use spile_life::changes::{Broken, Changes, Found, Packed, Surroundings, is_hidden};
+use spile_life::{Later, Marks, Put, names};
 use spile_node::{Node, Place};
 
 use crate::checkpoints::{Action, Asked, Checkpoints};
 use crate::rng::Rng;
-use crate::store::SimFiles;
+use crate::store::{SimFiles, SimStore};
 use crate::turns::Turns;
 use crate::world::World;
 
@@ -29,6 +29,8 @@ pub(crate) struct Tracking {
     pub turn: RefCell<Arc<Mutex<()>>>,
     /// What is known of those that users make.
     pub checkpoints: Checkpoints,
+    /// They go along to another host, too, which takes files of the usual grain only.
+    pub goes_far: bool,
 }
 
 /// What is beside the new image, the name of its last checkpoint, and the turn.
@@ -42,22 +44,25 @@ pub(crate) struct Marked<'a, S: Store> {
     carrying: RefCell<Option<Carrying>>,
     /// The same while there is nothing to take along.
     held: RefCell<Option<MutexGuardArc<()>>>,
+    /// The same while they go to another host; and what is to be sent.
+    sending: RefCell<Option<MutexGuardArc<()>>>,
+    packed: RefCell<Option<Packed<SimStore>>>,
 }
 
 /// What surrounds the changed blocks of a disk of `world`.
-fn around(world: &World, broken: Broken) -> Surroundings<SimFiles> {
+pub(crate) fn around(world: &World, broken: Broken) -> Surroundings<SimFiles> {
     let timer: Arc<dyn Timer> = Arc::new(Turns::of_time());
     Surroundings { files: world.files(), env: world.env(), timer, alarm: |_, _| {}, broken }
 }
 
 /// What the image at `path` looks like: which file it is.
-fn found_at(world: &World, path: &Path) -> Found {
+pub(crate) fn found_at(world: &World, path: &Path) -> Found {
     let number = world.file_number(path).unwrap_or_default();
     Found { stamp: Stamp([number as u8; 32]), is_written_behind: false, mount_id: 1 }
 }
 
 /// Which files these are, and a hash of what they hold: a host tells less, the times of the last writes.
-fn look_of(world: &World, paths: &[PathBuf]) -> Option<String> {
+pub(crate) fn look_of(world: &World, paths: &[PathBuf]) -> Option<String> {
     let one = |path: &PathBuf| {
         let (number, content) = (world.file_number(path)?, world.view(path)?);
         let mut page = [0; 4096];
@@ -75,7 +80,7 @@ impl Tracking {
     /// Nothing is noted yet.
     pub fn new(world: World, broken: Broken) -> Self {
         let (tracker, turn, checkpoints) = Default::default();
-        Self { world, broken, tracker, turn, checkpoints }
+        Self { world, broken, tracker, turn, checkpoints, goes_far: false }
     }
 
     pub(super) async fn turn(&self) -> MutexGuardArc<()> {
@@ -118,7 +123,8 @@ impl Tracking {
         }
         let graph = node.graph().await;
         let (disk, bytes) = (graph.handles()[0].path(), node.size_bytes());
-        let grain = Grain { block_bytes: 4096, area_bytes: 16 << 10 };
+        let area_bytes = if self.goes_far { Grain::default().area_bytes } else { 16 << 10 };
+        let grain = Grain { block_bytes: 4096, area_bytes };
         let made = Arc::new(Changes::create(self.around(), disk, bytes, grain, self.found(&graph)).await?);
         *self.tracker.borrow_mut() = Some(made.clone());
         Ok(made)
@@ -180,8 +186,8 @@ impl Tracking {
 
 impl<'a, S: Store> Marked<'a, S> {
     pub fn new(of: &'a Tracking, node: &'a Node<Graph<S>>) -> Self {
-        let (carrying, held) = Default::default();
-        Self { of, node, carrying, held }
+        let (carrying, held, sending, packed) = Default::default();
+        Self { of, node, carrying, held, sending, packed }
     }
 
     /// Nothing goes along, and nobody makes a checkpoint that would stay behind.
@@ -231,6 +237,15 @@ impl<S: Store> Marks for Marked<'_, S> {
         })
     }
 
+    fn names(&self) -> Later<'_, Vec<String>> {
+        Box::pin(async move {
+            let Some(changes) = self.of.tracker.borrow().clone().filter(|_| self.of.goes_far) else {
+                return Ok(Vec::new());
+            };
+            Ok(changes.names().await.0.into_iter().filter(|name| is_hidden(name)).collect())
+        })
+    }
+
     fn rename<'a>(&'a self, name: &'a str, to: &'a str) -> Later<'a, ()> {
         Box::pin(async move {
             let _turn = self.of.turn().await;
@@ -255,8 +270,45 @@ impl<S: Store> Marks for Marked<'_, S> {
         })
     }
 
+    fn pack<'a>(&'a self, since: Option<&'a str>, goes: bool) -> Later<'a, Option<u64>> {
+        Box::pin(async move {
+            if !self.of.goes_far {
+                return Ok(None);
+            }
+            let turn = self.of.turn().await;
+            let known = self.of.tracker.borrow().clone().filter(|changes| changes.loss().is_none());
+            let packed = match known {
+                Some(changes) => changes.pack(self.node.size_bytes(), since, goes).await?,
+                None => None,
+            };
+            let len_bytes = packed.as_ref().map(Packed::len_bytes);
+            self.sending.replace(Some(turn));
+            self.packed.replace(packed);
+            Ok(len_bytes)
+        })
+    }
+
+    fn send<'a>(&'a self, put: Put<'a>) -> Later<'a, ()> {
+        Box::pin(async move {
+            let packed = self.packed.take();
+            match packed {
+                Some(packed) => packed.send(put).await,
+                None => Ok(()),
+            }
+        })
+    }
+
     fn carried<'a>(&'a self, is_there: bool) -> Later<'a, ()> {
         Box::pin(async move {
+            drop(self.packed.take());
+            if self.sending.take().is_some() && is_there {
+                // Nobody takes what lies beside the old image for what has changed of that.
+                let known = self.of.tracker.borrow().clone();
+                return match known {
+                    Some(changes) => changes.note_image(Stamp([0xff; 32])).await,
+                    None => Ok(()),
+                };
+            }
             let held = self.held.take();
             let carrying = self.carrying.take();
             let known = self.of.tracker.borrow().clone();

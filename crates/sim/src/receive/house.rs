@@ -10,13 +10,15 @@ use spile_core::{Disk, Env, Error, ErrorKind, Files, Locator, OpenMode, Result, 
 use spile_image::Broken as BrokenMove;
 use spile_image::layer::{Identity, Layer};
 use spile_image::{Graph, OpenOptions};
+use spile_life::changes::{self, Changes};
 use spile_life::motion::{Order, Received, ReceivedPlace, ReceivedState, Receiver, is_free_here};
 use spile_life::names;
-use spile_node::Node;
+use spile_node::{Node, Place};
 
 use super::link::Connection;
-use super::{Broken, PARENTS};
+use super::{Broken, is_parent_name};
 use crate::exec::{Executor, Process, block_on, spawn_in};
+use crate::motion::marks;
 use crate::oracle::Crash;
 use crate::rng::Rng;
 use crate::store::{SimFiles, SimStore};
@@ -26,8 +28,11 @@ use crate::world::World;
 /// The process of the receiver.
 pub(super) const THERE: Process = 1;
 
-/// Where disks come to.
+/// Where disks come to first.
 pub(super) const FOLDER: &str = "/coming";
+
+/// The file for the changed blocks of a disk on its way is served under a name that begins so.
+const MARKS: &str = "marks/";
 
 /// So often it is looked whether somebody has let go of a file.
 const MOST_LOOKS: usize = 400;
@@ -42,6 +47,10 @@ pub(super) fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
 /// The other host over all lives of its process.
 pub(super) struct There {
     pub world: World,
+    /// Where disks come to.
+    pub folder: &'static str,
+    /// What has changed of disks comes along, and disks come back.
+    pub tracks: bool,
     pub rng: Mutex<Rng>,
     pub broken: Broken,
     house: Mutex<Option<Arc<House>>>,
@@ -54,6 +63,9 @@ pub(super) struct There {
 
 /// One life of its process.
 pub(super) struct House {
+    world: World,
+    folder: &'static str,
+    tracks: bool,
     files: HouseFiles,
     env: Arc<dyn Env>,
     broken: Broken,
@@ -68,6 +80,8 @@ pub(super) struct House {
 /// A disk that somebody is connected to.
 pub(super) struct OpenDisk {
     pub node: Node<Graph<SimStore>>,
+    /// What changes of it is noted here.
+    changes: Mutex<Option<Arc<Changes<SimFiles>>>>,
     /// The link that writes.
     writer: Mutex<Option<Identity>>,
     users: AtomicUsize,
@@ -108,23 +122,60 @@ impl OpenDisk {
         connected.iter().filter_map(Weak::upgrade).for_each(|connection| connection.cut());
     }
 
-    async fn close(&self) {
+    pub fn changes(&self) -> Option<Arc<Changes<SimFiles>>> {
+        lock(&self.changes).clone()
+    }
+
+    async fn close(&self, world: &World) {
+        let graph = self.node.graph_now();
         // Whoever has written knows what was flushed; what fails here is seen by the next one who opens it.
         let _ = self.node.close().await;
+        let changes = lock(&self.changes).take();
+        if let (Some(graph), Some(changes)) = (graph, changes) {
+            let _ = changes.close(marks::found_at(world, graph.handles()[0].path()).stamp).await;
+        }
     }
 }
 
 impl There {
-    pub fn new(world: World, rng: Rng, broken: Broken) -> Self {
+    pub fn new(world: World, (folder, tracks): (&'static str, bool), rng: Rng, broken: Broken) -> Self {
         let (house, connections, troubles, is_slow) = Default::default();
-        let there = Self { world, rng: Mutex::new(rng), broken, house, connections, troubles, is_slow };
+        let rng = Mutex::new(rng);
+        let there = Self { world, folder, tracks, rng, broken, house, connections, troubles, is_slow };
         there.start();
         there
     }
 
+    /// The path of the disk `name`.
+    pub fn at(&self, name: &str) -> PathBuf {
+        Path::new(self.folder).join(name)
+    }
+
     /// The process begins, if there is none.
     pub fn start(&self) {
-        lock(&self.house).get_or_insert_with(|| Arc::new(House::new(&self.world, self.broken)));
+        lock(&self.house).get_or_insert_with(|| self.new_house(self.broken));
+    }
+
+    fn new_house(&self, broken: Broken) -> Arc<House> {
+        Arc::new(House::new(&self.world, (self.folder, self.tracks), broken))
+    }
+
+    /// The disk `name` is open.
+    pub fn has_open(&self, name: &str) -> bool {
+        self.house().is_some_and(|house| house.find_open(name).is_some())
+    }
+
+    /// What is noted of the changes of the disk `name`, while that is open.
+    pub fn changes_of(&self, name: &str) -> Option<Arc<Changes<SimFiles>>> {
+        self.house()?.find_open(name)?.changes()
+    }
+
+    /// The process ends in order, and no link is there any more.
+    pub fn end(&self) {
+        if let Some(house) = lock(&self.house).take() {
+            house.is_dead.store(true, SeqCst);
+        }
+        self.world.end(None);
     }
 
     pub fn house(&self) -> Option<Arc<House>> {
@@ -172,14 +223,14 @@ impl There {
 
     /// Somebody here, where no process takes disks in, does what is allowed while a disk comes to `name`: what is known as a half goes, or a file gets that name.
     pub fn meddle(&self, name: &str, takes_name: bool) {
-        let disk = Path::new(FOLDER).join(name);
+        let disk = self.at(name);
         if takes_name {
             if !self.has(&disk) {
                 self.world.install(&disk, STRANGE);
             }
             return;
         }
-        let house = House::new(&self.world, Broken::Nothing);
+        let house = self.new_house(Broken::Nothing);
         block_on(&self.world, async move {
             let note = Received::read(&house.files, &disk).await.ok().flatten();
             if let Some(note) = note.filter(|note| note.state != ReceivedState::HandingOver) {
@@ -192,10 +243,10 @@ impl There {
 }
 
 impl House {
-    fn new(world: &World, broken: Broken) -> Self {
+    fn new(world: &World, (folder, tracks): (&'static str, bool), broken: Broken) -> Self {
         let (busy, open, last, ended, is_dead) = Default::default();
         let (files, env) = (HouseFiles { files: world.files(), broken }, world.env());
-        Self { files, env, broken, busy, open, last, ended, is_dead }
+        Self { world: world.clone(), folder, tracks, files, env, broken, busy, open, last, ended, is_dead }
     }
 
     /// What a connection of `link` finds that asks for `export`: a disk, or the answer to an order.
@@ -204,6 +255,8 @@ impl House {
             None => self.whole(export, link).await.map(Some),
             Some((Order::GoOn { id, link }, name)) => self.go_on(name, id, link).await.map(Some),
             Some((Order::Finish { id }, name)) => self.finish(name, id).await.map(|()| None),
+            Some((Order::Marks { id, len_bytes }, name)) => self.take_marks(name, id, len_bytes, link).await.map(Some),
+            Some((Order::Marked { id }, name)) => self.adopt_marks(name, id).await.map(|()| None),
             Some((order, name)) => {
                 let _alone = self.busy.lock().await;
                 self.with_receiver(async |receiver| self.obey(receiver, order, name).await).await.map(|()| None)
@@ -213,7 +266,7 @@ impl House {
 
     pub async fn with_receiver<T>(&self, work: impl AsyncFnOnce(&Receiver<'_, HouseFiles>) -> T) -> T {
         let which = |store: &SimStore| format!("{:?}", store.file_identity());
-        let (files, folder) = (&self.files, Path::new(FOLDER));
+        let (files, folder) = (&self.files, Path::new(self.folder));
         work(&Receiver { files, asking: files, env: &self.env, folder, which: &which }).await
     }
 
@@ -249,12 +302,107 @@ impl House {
                 lock(&self.open).remove(name);
                 Err(Error::new(ErrorKind::Denied, "the half-made image is removed"))
             }
-            // The jobs of the simulator send no checkpoints and take no disk back, and the others have a method of their own.
-            Order::Back { .. }
-            | Order::Marks { .. }
-            | Order::Marked { .. }
-            | Order::GoOn { .. }
-            | Order::Finish { .. } => Err(Error::new(ErrorKind::Denied, "this is not done here")),
+            Order::Back { id, of, size_bytes } => {
+                let look = async |paths: &[PathBuf]| self.look(&receiver.disk(name).ok()?, paths);
+                receiver.take_back(name, (id, of), size_bytes, look).await.map_err(refused).map(drop)
+            }
+            // Each has a method of its own.
+            Order::Marks { .. } | Order::Marked { .. } | Order::GoOn { .. } | Order::Finish { .. } => {
+                Err(Error::new(ErrorKind::Denied, "this is not done here"))
+            }
+        }
+    }
+
+    /// What the images of the disk at `disk`, which has left, look like now.
+    fn look(&self, disk: &Path, paths: &[PathBuf]) -> Option<String> {
+        if self.broken != Broken::OldImageAsIs {
+            return marks::look_of(&self.world, paths);
+        }
+        let note = self.world.view(&names::left(disk))?;
+        let mut text = vec![0; note.len() as usize];
+        note.read(0, &mut text);
+        let text = String::from_utf8(text).ok()?;
+        text.lines().find_map(|line| line.strip_prefix("look ")).map(str::to_owned)
+    }
+
+    /// The file for what has changed of the disk `name`, new and empty, by a link that writes to it.
+    async fn take_marks(
+        self: &Arc<Self>,
+        name: &str,
+        id: Identity,
+        len_bytes: u64,
+        link: Identity,
+    ) -> Result<Arc<Lease>> {
+        let alone = self.busy.lock().await;
+        let file = format!("{MARKS}{name}");
+        // What a link that was cut still writes goes to a file without a name.
+        lock(&self.open).remove(&file);
+        let begun = self.with_receiver(async |receiver| receiver.begin_marks(name, id, len_bytes).await).await;
+        drop(alone);
+        let place = begun.map_err(refused)?;
+        self.wait(async |_| self.enter(&file, &place, Some(link), false).await).await
+    }
+
+    /// That file is whole, and the disk's from now on.
+    async fn adopt_marks(self: &Arc<Self>, name: &str, id: Identity) -> Result<()> {
+        if self.broken == Broken::MarksLate {
+            let (own, name) = (self.clone(), name.to_owned());
+            let late = async move {
+                turns(300).await;
+                let _ = own.adopt(&name, id).await;
+            };
+            spawn_in(THERE, Box::pin(late));
+            return Ok(());
+        }
+        self.adopt(name, id).await
+    }
+
+    async fn adopt(self: &Arc<Self>, name: &str, id: Identity) -> Result<()> {
+        let file = format!("{MARKS}{name}");
+        let mut looks = 0;
+        while let Some(open) = self.find_open(&file) {
+            open.stop();
+            drop(open);
+            looks += 1;
+            if looks > MOST_LOOKS {
+                return Err(Error::new(ErrorKind::Busy, "what came by a link before is still being written"));
+            }
+            turns(10).await;
+        }
+        // Whoever closes it is alone until that is done.
+        drop(self.busy.lock().await);
+        let lease = self.wait(async |receiver| {
+            let place = receiver.half(name, id).await.map_err(refused)?;
+            self.enter(name, &place, None, false).await
+        });
+        let lease = lease.await?;
+        let _alone = self.busy.lock().await;
+        let (disk, of) = (Path::new(self.folder).join(name), &lease.of);
+        let (packed, side) = (names::new_changes(&disk), names::changes(&disk));
+        // It was adopted before, and the answer was not heard.
+        if of.changes().is_some() && self.world.file_number(&packed).is_none() {
+            return Ok(());
+        }
+        let graph = of.node.graph_now().ok_or_else(|| Error::new(ErrorKind::Shutdown, "the disk is closed"))?;
+        let found = marks::found_at(&self.world, graph.handles()[0].path());
+        let around = marks::around(&self.world, changes::Broken::Nothing);
+        let adopted = Changes::adopt(around, &packed, &disk, of.node.size_bytes(), found).await;
+        match adopted {
+            Err(error) if self.world.file_number(&packed).is_some() => Err(refused(error)),
+            Err(error) => {
+                of.node.replace(Place::ChangeTracking, None).await?;
+                lock(&of.changes).take();
+                let _ = self.files.remove(&side).await;
+                Err(refused(error))
+            }
+            Ok(adopted) => {
+                let adopted = Arc::new(adopted);
+                *lock(&of.changes) = Some(adopted.clone());
+                match self.broken {
+                    Broken::MarksNotMet => Ok(()),
+                    _ => adopted.attach(&of.node).await,
+                }
+            }
         }
     }
 
@@ -329,7 +477,7 @@ impl House {
             let store = graph.as_ref().map(|graph| graph.handles()[0].image().store());
             receiver.finish(name, id, store).await.map_err(refused)?;
             lock(&self.open).remove(name);
-            lease.of.close().await;
+            lease.of.close(&self.world).await;
             if let Some(last) = lock(&self.last).remove(name) {
                 lock(&self.ended).push(last);
             }
@@ -372,7 +520,7 @@ impl House {
         }
         let of = match self.find_open(name) {
             Some(open) => open,
-            None => match self.open_disk(place).await {
+            None => match self.open_disk(name, place).await {
                 Err(error) if error.kind() == ErrorKind::Busy => return Ok(None),
                 opened => {
                     let open = Arc::new(opened?);
@@ -408,12 +556,25 @@ impl House {
         Ok(Some(Arc::new(Lease { house: self.clone(), name: name.to_owned(), of })))
     }
 
-    async fn open_disk(&self, place: &ReceivedPlace) -> Result<OpenDisk> {
+    async fn open_disk(&self, name: &str, place: &ReceivedPlace) -> Result<OpenDisk> {
         let options = OpenOptions { format: Some(place.format), read_only: place.is_sealed, ..OpenOptions::default() };
         let graph = Graph::open(&self.files, self.env.clone(), Locator::from(&place.path), &options).await?;
+        let (size_bytes, path) = (graph.size_bytes(), &place.path);
         graph.begin();
         let (writer, users, is_stopped, connections) = Default::default();
-        Ok(OpenDisk { node: Node::new(graph), writer, users, is_stopped, connections })
+        let open =
+            OpenDisk { node: Node::new(graph), changes: Mutex::default(), writer, users, is_stopped, connections };
+        if self.tracks && !place.is_sealed && !name.starts_with(MARKS) {
+            let disk = names::disk_of_half(path).unwrap_or_else(|| path.clone());
+            let around = marks::around(&self.world, changes::Broken::Nothing);
+            let found = marks::found_at(&self.world, path);
+            let changes = Changes::open(around, &disk, size_bytes, found).await?.map(Arc::new);
+            if let Some(changes) = changes.as_ref().filter(|_| self.broken != Broken::MarksNotMet) {
+                changes.attach(&open.node).await?;
+            }
+            *lock(&open.changes) = changes;
+        }
+        Ok(open)
     }
 
     async fn close_unused(&self, name: &str, of: &Weak<OpenDisk>) {
@@ -423,7 +584,7 @@ impl House {
         if is_known {
             lock(&self.open).remove(name);
         }
-        of.close().await;
+        of.close(&self.world).await;
     }
 }
 
@@ -448,7 +609,7 @@ impl HouseFiles {
     }
 
     fn is_half_of_parent(path: &Path) -> bool {
-        names::disk_of_half(path).is_some_and(|disk| PARENTS.concat().iter().any(|name| disk.ends_with(name)))
+        names::disk_of_half(path).is_some_and(|disk| is_parent_name(&disk))
     }
 }
 

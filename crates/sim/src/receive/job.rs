@@ -1,14 +1,15 @@
 //! The jobs of [`super`], and what must be true when they have ended.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
-use spile_core::{Disk as _, Env, ErrorKind, Extent, Locator, Segments};
+use spile_core::{Disk as _, Env, Error, ErrorKind, Extent, Locator, Segments};
 use spile_image::layer::Identity;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::Work;
+use spile_life::jobs::note::There;
 use spile_life::jobs::{Job, Plan, State, Wishes};
 use spile_life::motion::{Move, Received, old_image};
 use spile_life::names;
@@ -21,11 +22,6 @@ use crate::jobs;
 use crate::motion::marks::Marked;
 use crate::rng::Rng;
 use crate::turns::{Turns, pause, turns};
-
-/// The path of the disk `name` on the other host.
-pub(super) fn there_at(name: &str) -> PathBuf {
-    Path::new(FOLDER).join(name)
-}
 
 /// The name there of the disk that a move takes to `to`.
 fn name_of(to: &Locator) -> String {
@@ -40,10 +36,13 @@ impl Host {
                 summary.resumed += 1;
                 summary.taken_up += u64::from(note.copied.is_some());
             });
+            // All that is left to do is that the copy gets its name: it was compared before, or its process has ended too soon.
+            self.is_ended.set(note.there == Some(There::Naming));
             if self.job(&node, note.plan, &mut rng).await == State::Stopped {
                 return;
             }
         }
+        self.is_ended.set(false);
         for _ in 0..rng.between(1, 2) {
             pause(&mut rng, 100).await;
             if !self.is_here() {
@@ -56,8 +55,14 @@ impl Host {
             // A copy that stays is raw, and has no parents.
             let keeps_chain = !self.parents.is_empty() && !stays && rng.chance(3, 4);
             let extension = if keeps_chain { "vhd" } else { extension };
+            let is_qcow2 = self.qcow2_rng.as_ref().is_some_and(|rng| rng.borrow_mut().chance(1, 2));
+            let extension = if is_qcow2 && extension == "vhd" { "qcow2" } else { extension };
+            let name = format!("disk{}.{extension}", self.begun.get());
+            // Back to where it came from, once: when such a move is given up, and that host does not hear it, no other one gets the name.
+            let came_as = if stays { None } else { self.came_as.take() };
+            let name = came_as.unwrap_or(name);
             let plan = Plan::Move(Move {
-                to: export(&format!("disk{}.{extension}", self.begun.get())),
+                to: export(&name),
                 format: Format::Raw,
                 deletes_source: rng.chance(1, 3),
                 keeps_chain,
@@ -81,13 +86,15 @@ impl Host {
         if *stays {
             self.copies.borrow_mut().insert(name.clone());
         }
-        let found = self.parents.iter().filter(|name| *keeps_chain && self.there.has_disk(&there_at(name))).count();
+        let found =
+            self.parents.iter().filter(|name| *keeps_chain && self.there.has_disk(&self.there.at(name))).count();
         self.count(|summary| summary.parents_found += found as u64);
         let (troubles, was_there) = (self.there.troubles.load(SeqCst), self.there.house().is_some());
         let limit_bytes_per_s = rng.chance(1, 4).then_some(1 << 20);
         let job = Arc::new(Job::new(Wishes { limit_bytes_per_s, ..Wishes::default() }));
         if *stays {
-            crate::exec::spawn_beside(Box::pin(finish_later(job.clone(), Rng::new(rng.word()))));
+            let rng = Rng::new(rng.word());
+            crate::exec::spawn_beside(Box::pin(self.clone().finish_later(job.clone(), rng)));
         }
         if rng.chance(1, 3) {
             crate::exec::spawn_beside(Box::pin(jobs::meddle(job.clone(), Rng::new(rng.word()), 8)));
@@ -106,6 +113,8 @@ impl Host {
             sizes: self.sizes,
             broken: self.broken.of_mover(),
         };
+        let old = old_image(&self.there.at(&name));
+        let had_old = self.there.has(&old);
         let before = jobs::requests(node);
         let ended = spile_life::run(&work, &plan).await;
         let is_busy = jobs::requests(node) > before;
@@ -114,14 +123,15 @@ impl Host {
         match ended {
             Ok(()) if *stays => {
                 assert!(self.is_here() && is_at == self.at, "a copy has taken the disk away");
-                assert!(self.there.has_disk(&there_at(&name)), "a copy that is done has no name");
+                assert!(self.there.has_disk(&self.there.at(&name)), "a copy that is done has no name");
                 self.count(|summary| summary.copied += 1);
+                self.compare_copy(&name);
             }
             Ok(()) => {
                 assert!(is_at.ends_with(&name), "the disk is not at its new place, but at {}", is_at.display());
                 assert!(!self.is_here(), "the disk has its old name still");
                 // A job that was stopped leaves the new name to the next process.
-                let is_named = self.there.has_disk(&there_at(&name));
+                let is_named = self.there.has_disk(&self.there.at(&name));
                 assert!(is_named || job.is_stopping() || self.has_faults(), "a move that is done has no name there");
                 let is_kept = self.here.file_number(&old_image(&self.at)).is_some();
                 let may_be_kept = self.has_faults() || !is_named;
@@ -131,6 +141,9 @@ impl Host {
                     summary.troubled += u64::from(had_trouble);
                     summary.kept += u64::from(*keeps_chain);
                 });
+                if had_old && !self.there.has(&old) {
+                    self.count_way_back(&job);
+                }
             }
             Err(error) => {
                 assert!(is_at == self.at && self.is_here(), "a move that has failed has changed the disk: {error:?}");
@@ -140,8 +153,9 @@ impl Host {
                 // Nothing was copied yet.
                 let has_begun = job.report().motion.is_some();
                 let fine = fine || had_trouble && !has_begun;
+                let fine = fine || had_trouble && self.has_only_asked(&job, &error);
                 // A copy got its name, and the process ended before it was told.
-                let is_whole_copy = *stays && self.there.has_disk(&there_at(&name));
+                let is_whole_copy = *stays && self.there.has_disk(&self.there.at(&name));
                 let fine = fine || (error.kind() == ErrorKind::Denied && is_whole_copy);
                 assert!(fine, "{plan:?} failed without a fault: {error:?}");
                 if job.state() != State::Stopped && !had_trouble && !self.has_faults() {
@@ -159,9 +173,24 @@ impl Host {
         job.state()
     }
 
+    /// The disk has gone back into its old image.
+    fn count_way_back(&self, job: &Job) {
+        let is_less = job.report().done_bytes < self.size_bytes / 2;
+        self.count(|summary| {
+            (summary.back, summary.back_by_less) = (summary.back + 1, summary.back_by_less + u64::from(is_less));
+        });
+    }
+
+    /// The other host was only asked what has become of the old image there when the job failed with `error`: as any move to a host that does not answer.
+    fn has_only_asked(&self, job: &Job, error: &Error) -> bool {
+        let is_way_back = self.at.starts_with(FOLDER);
+        let is_trouble = error.kind() == ErrorKind::TimedOut || error.to_string().contains("connection");
+        is_way_back && is_trouble && job.report().done_bytes == 0
+    }
+
     /// Something of a move to `name` is there that is not whole.
     pub(super) fn has_half(&self, name: &str) -> bool {
-        let disk = there_at(name);
+        let disk = self.there.at(name);
         self.there.has(&names::receiving(&disk))
             || self.there.has(&names::received(&disk)) && !self.there.has_disk(&disk)
     }
@@ -169,7 +198,7 @@ impl Host {
     /// Somebody on the other host uses the copies that are whole, and nobody else writes to them from then on.
     pub(super) fn use_copies(&self) {
         for name in self.copies.borrow().iter() {
-            let (disk, world) = (there_at(name), &self.there.world);
+            let (disk, world) = (self.there.at(name), &self.there.world);
             let is_whole = world.view(&names::received(&disk)).is_some_and(|note| {
                 let mut text = vec![0; note.len() as usize];
                 note.read(0, &mut text);
@@ -190,8 +219,8 @@ impl Host {
     /// Each parent that has its name on the other host shows there what it shows here.
     pub(super) async fn check_parents(&self) {
         let options = OpenOptions { read_only: true, ..OpenOptions::default() };
-        for name in self.parents.iter().filter(|name| self.there.has_disk(&there_at(name))) {
-            let (one, other) = (self.here_at(name), there_at(name));
+        for name in self.parents.iter().filter(|name| self.there.has_disk(&self.there.at(name))) {
+            let (one, other) = (self.here_at(name), self.there.at(name));
             let here = Graph::open(&self.here.files(), self.here.env(), one.as_path(), &options).await;
             let there = Graph::open(&self.there.world.files(), self.there.world.env(), other.as_path(), &options).await;
             let (here, there) = (Arc::new(here.expect("a parent opens")), there);
@@ -208,9 +237,11 @@ impl Host {
     /// An operator removes the halves of moves that nobody goes on with.
     pub(super) async fn clean_up(&self) {
         let files = self.there.world.files();
-        let disks = (1..=self.begun.get()).flat_map(|number| ["raw", "vhd"].map(|end| format!("disk{number}.{end}")));
-        for name in disks.chain(self.parents.iter().map(|name| (*name).to_owned())) {
-            let note = Received::read(&files, &there_at(&name)).await;
+        let disks =
+            (1..=self.begun.get()).flat_map(|number| ["raw", "vhd", "qcow2"].map(|end| format!("disk{number}.{end}")));
+        let last = self.to.borrow().clone();
+        for name in disks.chain(self.parents.iter().map(|name| (*name).to_owned())).chain(last) {
+            let note = Received::read(&files, &self.there.at(&name)).await;
             let note = note.unwrap_or_else(|error| panic!("a note there cannot be read: {error:?}"));
             // Without a note, any move may ask for that.
             let id = note.map_or(Identity([0; 16]), |note| note.id);
@@ -220,7 +251,7 @@ impl Host {
             match dropped {
                 Ok(()) => self.count(|summary| summary.left += 1),
                 Err(error) => {
-                    let is_whole = self.there.has_disk(&there_at(&name));
+                    let is_whole = self.there.has_disk(&self.there.at(&name));
                     assert!(!was_left || is_whole, "what was left cannot be removed: {error:?}");
                 }
             }
@@ -231,7 +262,7 @@ impl Host {
                 || !file.starts_with('.') && self.there.has_disk(path)
                 || names::disk_of(path).is_some_and(|disk| {
                     // A name more of a disk that is whole goes when the order is given again.
-                    path == &names::received(&disk) && self.there.has_disk(&disk)
+                    [names::received(&disk), names::changes(&disk)].contains(path) && self.there.has_disk(&disk)
                 })
         };
         let left: Vec<_> = self.there.world.names().into_iter().filter(|path| !is_tidy(path)).collect();
@@ -241,8 +272,25 @@ impl Host {
 
 const USED: &[u8] = b"this copy is in use";
 
-/// Tells a copy that stays in step to end.
-async fn finish_later(job: Arc<Job>, mut rng: Rng) {
-    pause(&mut rng, 600).await;
-    job.finish();
+impl Host {
+    /// Tells a copy that stays in step to end.
+    async fn finish_later(self: Rc<Self>, job: Arc<Job>, mut rng: Rng) {
+        pause(&mut rng, 600).await;
+        if !self.is_ended.get() && !job.state().is_over() {
+            let issued = self.oracle.borrow_mut().begin_read();
+            self.ending.set(Some((self.begun.get(), issued)));
+        }
+        job.finish();
+    }
+
+    /// Compares the copy `name`, which is whole, with what the disk may have held since its job was told to end it.
+    fn compare_copy(&self, name: &str) {
+        let Some((_, issued)) = self.ending.take().filter(|(number, _)| *number == self.begun.get()) else { return };
+        let content = self.there.world.view(&self.there.at(name)).expect("a copy that has its name is there");
+        let mut bytes = vec![0; content.len() as usize];
+        content.read(0, &mut bytes);
+        let read = self.oracle.borrow_mut().end_read(issued, 0, &bytes);
+        read.unwrap_or_else(|error| panic!("the copy is not the disk: {error}"));
+        self.count(|summary| summary.compared += 1);
+    }
 }

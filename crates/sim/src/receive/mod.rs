@@ -12,6 +12,12 @@
 //! - **A move goes on through every trouble of the other host** once it has begun, and one that is given up leaves nothing there that cannot be removed.
 //! - **Nobody writes to a copy that is whole**, and that somebody uses there.
 //! - **A parent has its name there only when it is the parent**: in one seed of four a disk has parents, and most moves take them along.
+//! - **A copy that is whole is the disk as it was** at one moment between the call to end it and its end, also when its job went on where a process before had left it.
+//!
+//! In some seeds ([`is_tracked`]) users make checkpoints, too, and a disk that has got there comes back by a job of the other host, as from there:
+//!
+//! - **What is said to have changed since a checkpoint misses nothing**, here, there, and back here ([`crate::checkpoints`]). One that has got there stays.
+//! - **The old image is used again only as it was left**: now and then somebody has written to it.
 
 mod house;
 mod job;
@@ -28,25 +34,41 @@ use spile_core::{ErrorKind, Locator, Result};
 use spile_image::formats::vhd::codec::footer::DiskType;
 use spile_image::formats::vhd::{CreateParams, VhdParent};
 use spile_image::{Broken as BrokenMove, Format, Graph, OpenOptions};
-use spile_life::{Sizes, changes, motion, names, recover};
+use spile_life::{Sizes, motion, names, recover};
 use spile_node::Node;
 
+use crate::checkpoints::{Asked, Checkpoints};
 use crate::exec::{Ended, Executor, block_on};
 use crate::explore::{Finding, catch_findings};
 use crate::faults::Faults;
-use crate::motion::marks::Tracking;
+use crate::jobs;
+use crate::motion::marks::{Marked, Tracking};
 use crate::oracle::{Crash, Oracle};
 use crate::plan::{Life, Plan};
+use crate::qcow2::{self, Form};
 use crate::rng::Rng;
 use crate::turns::turns;
 use crate::workload::Workload;
 use crate::world::World;
-use house::There;
-use job::there_at;
+use house::{FOLDER, There};
 use link::{EndStore, LinkFiles, export};
 
 /// The parents of a disk that has some, the lowest first.
 const PARENTS: [&[&str]; 3] = [&["base.vhd"], &["base.raw", "parent.vhd"], &["base.vhd", "parent.vhd"]];
+
+/// Those of a qcow2 image.
+const PARENTS_OF_QCOW2: [&[&str]; 4] =
+    [&["base.qcow2"], &["base.raw", "parent.qcow2"], &["base.qcow2", "parent.qcow2"], &["base.vhd", "parent.qcow2"]];
+
+/// The image at `disk` is a parent, by its name.
+fn is_parent_name(disk: &Path) -> bool {
+    PARENTS.iter().chain(&PARENTS_OF_QCOW2).flat_map(|names| names.iter()).any(|name| disk.ends_with(name))
+}
+
+/// True for the seeds in which checkpoints go along, and disks come back. The other seeds stay what they were before there were any.
+fn is_tracked(seed: u64) -> bool {
+    matches!(seed % 7, 3 | 5)
+}
 
 type LinkNode = Arc<Node<Graph<EndStore>>>;
 
@@ -76,6 +98,12 @@ pub enum Broken {
     FinishedLate,
     /// The other host keeps no name for a disk that is about to be handed over.
     NameNotKept,
+    /// The other host says that it notes what comes to its image before that is so.
+    MarksLate,
+    /// The other host has what has changed of a disk, and notes nothing more.
+    MarksNotMet,
+    /// Nobody looks whether an old image was written to before it is used again.
+    OldImageAsIs,
 }
 
 impl Broken {
@@ -105,7 +133,13 @@ struct Host {
     broken: Broken,
     size_bytes: u64,
     block_bytes: u32,
+    /// The form of every qcow2 image.
+    form: Form,
+    /// Draws which disks go to a qcow2 image; none do where this is left out.
+    qcow2_rng: Option<RefCell<Rng>>,
     sizes: Sizes,
+    /// The name that the disk had there before it came here, by which it is to go back.
+    came_as: RefCell<Option<String>>,
     /// The disk's path, for as long as it is here.
     at: PathBuf,
     /// Its parents, the lowest first.
@@ -122,6 +156,12 @@ struct Host {
     window_rng: RefCell<Rng>,
     faults_before: Cell<u64>,
     tracking: Tracking,
+    /// It was looked which checkpoints have got there.
+    has_looked: Cell<bool>,
+    /// The number of a move whose copy is told to end, and when that was.
+    ending: Cell<Option<(u64, u64)>>,
+    /// The move that a process before has left is a copy that only lacks its name.
+    is_ended: Cell<bool>,
     summary: Cell<ReceiveSummary>,
 }
 
@@ -160,6 +200,20 @@ summary! {
         pub crashes: u64,
         /// The latter alone.
         pub crashes_there: u64,
+        /// Copies that were compared with the disk.
+        pub compared: u64,
+        /// Checkpoints that have got there with their disk.
+        pub arrived: u64,
+        /// Questions what has changed since a checkpoint.
+        pub asked: u64,
+        /// Such questions whose answer left some block out.
+        pub useful: u64,
+        /// Disks that went back, from the other host, into their old image.
+        pub back: u64,
+        /// Of these, those for which less was copied than half of the disk.
+        pub back_by_less: u64,
+        /// Old images that somebody wrote to.
+        pub written_behind: u64,
     }
 }
 
@@ -178,22 +232,39 @@ pub fn run_receive(seed: u64, broken: Broken, trace: bool) -> Result<ReceiveSumm
         here.keep_trace();
         there.keep_trace();
     }
-    let tracking = Tracking::new(here.clone(), changes::Broken::Nothing);
+    let tracking = tracking(here.clone(), is_tracked(seed));
     let sizes = Sizes { batch_bytes: 1 << 20, piece_bytes: 4096 << rng.below(5), ..Sizes::default() };
     // Drawn beside all else: a seed without parents does what it did before there were any.
+    let mut qcow2_rng = Rng::new(seed).split(94);
+    let is_qcow2 = qcow2::is_drawn(seed) && qcow2_rng.chance(2, 3);
+    let form = Form::draw(&mut qcow2_rng, block_bytes);
     let parents = {
         let mut rng = rng.split(93);
-        if rng.chance(1, 4) { *rng.pick(&PARENTS) } else { &[][..] }
+        match rng.chance(1, 4) {
+            true if is_qcow2 => *rng.pick(&PARENTS_OF_QCOW2),
+            true => *rng.pick(&PARENTS),
+            false => &[][..],
+        }
+    };
+    let their_rng = rng.split(91);
+    let noted_bytes = rng.below(16) << 12;
+    let first = match rng.chance(1, 3) && parents.is_empty() {
+        true => "/images/disk.raw",
+        false if is_qcow2 => "/images/disk.qcow2",
+        false => "/images/disk.vhd",
     };
     let host = Rc::new(Host {
         here: here.clone(),
-        there: Arc::new(There::new(there.clone(), rng.split(91), broken)),
+        there: Arc::new(There::new(there.clone(), (FOLDER, is_tracked(seed)), their_rng, broken)),
         plan: Rc::new(plan),
         broken,
         size_bytes,
         block_bytes,
-        sizes: Sizes { noted_bytes: rng.below(16) << 12, ..sizes },
-        at: if rng.chance(1, 3) && parents.is_empty() { "/images/disk.raw" } else { "/images/disk.vhd" }.into(),
+        form,
+        qcow2_rng: qcow2::is_drawn(seed).then(|| RefCell::new(qcow2_rng)),
+        sizes: Sizes { noted_bytes, ..sizes },
+        came_as: RefCell::default(),
+        at: first.into(),
         parents,
         to: RefCell::default(),
         begun: Cell::new(0),
@@ -204,6 +275,9 @@ pub fn run_receive(seed: u64, broken: Broken, trace: bool) -> Result<ReceiveSumm
         window_rng: RefCell::new(rng.split(92)),
         faults_before: Cell::new(0),
         tracking,
+        has_looked: Cell::new(false),
+        ending: Cell::new(None),
+        is_ended: Cell::new(false),
         summary: Cell::default(),
     });
     catch_findings(&here, move || host.all(&mut rng)).map_err(|mut finding| {
@@ -212,9 +286,76 @@ pub fn run_receive(seed: u64, broken: Broken, trace: bool) -> Result<ReceiveSumm
     })
 }
 
+/// What notes changes of the disk on the host `world`.
+fn tracking(world: World, goes_far: bool) -> Tracking {
+    Tracking { goes_far, ..Tracking::new(world, spile_life::changes::Broken::Nothing) }
+}
+
 impl Host {
     fn all(self: &Rc<Self>, rng: &mut Rng) -> ReceiveSummary {
         self.fill(rng);
+        self.journey(rng);
+        let Some(back) = self.way_back(rng) else { return self.summary.get() };
+        back.journey(rng);
+        let mut summary = self.summary.get();
+        summary += back.summary.get();
+        summary
+    }
+
+    /// The other host, with the disk that has got there, for its way back here.
+    fn way_back(&self, rng: &Rng) -> Option<Rc<Self>> {
+        let name = self.to.borrow().clone().filter(|_| self.tracking.goes_far && !self.is_here())?;
+        let mut rng = rng.split(95);
+        self.there.end();
+        if rng.chance(1, 3) {
+            self.there.world.cut_power();
+            self.oracle.borrow_mut().crash(Crash::PowerCut);
+        }
+        let (there, old) = (self.here.clone(), motion::old_image(&self.at));
+        if rng.chance(1, 4)
+            && let Some(content) = there.view(&old)
+        {
+            // An operator has written to it.
+            there.poke(&old, content.len() / 2 / 4096 * 4096, &[77; 512]);
+            there.settle(&old);
+            self.count(|summary| summary.written_behind += 1);
+        }
+        let came_as = self.at.file_name().map(|name| name.to_string_lossy().into_owned());
+        let here = self.there.world.clone();
+        let checkpoints = self.tracking.checkpoints.hand_on();
+        let (to, begun, copies, used, events, faults_before) = Default::default();
+        let (has_looked, ending, is_ended, summary) = Default::default();
+        Some(Rc::new(Self {
+            here: here.clone(),
+            there: Arc::new(There::new(there, ("/images", true), rng.split(91), self.broken)),
+            plan: self.plan.clone(),
+            broken: self.broken,
+            size_bytes: self.size_bytes,
+            block_bytes: self.block_bytes,
+            form: self.form,
+            qcow2_rng: self.qcow2_rng.as_ref().map(|_| RefCell::new(rng.split(94))),
+            sizes: self.sizes,
+            came_as: RefCell::new(came_as),
+            at: self.there.at(&name),
+            parents: &[],
+            to,
+            begun,
+            copies,
+            used,
+            events,
+            oracle: self.oracle.clone(),
+            window_rng: RefCell::new(rng.split(92)),
+            faults_before,
+            tracking: Tracking { checkpoints, ..tracking(here, true) },
+            has_looked,
+            ending,
+            is_ended,
+            summary,
+        }))
+    }
+
+    /// The lives of both hosts until the disk is there, or stays for good.
+    fn journey(self: &Rc<Self>, rng: &mut Rng) {
         let mut executor = Executor::new(self.here.clone(), Rng::new(rng.word()));
         executor.add_world(self.there.world.clone());
         let lives: Vec<_> = self.plan.lives.iter().take(4).cloned().collect();
@@ -236,8 +377,10 @@ impl Host {
             host.clean_up().await;
         });
         executor.finish(u64::MAX);
-        self.count(|summary| summary.steps = executor.steps());
-        self.summary.get()
+        let Checkpoints { asked, useful, .. } = &self.tracking.checkpoints;
+        self.count(|summary| {
+            (summary.steps, summary.asked, summary.useful) = (executor.steps(), asked.get(), useful.get());
+        });
     }
 
     /// What happens there in the next life.
@@ -333,9 +476,18 @@ impl Host {
     }
 
     async fn make(&self, path: &Path, parent: Option<PathBuf>) -> Result<()> {
-        if path.extension().is_some_and(|extension| extension == "raw") {
-            self.here.install_empty(path, self.size_bytes);
-            return Ok(());
+        match Format::from_extension(path) {
+            Some(Format::Raw) => {
+                self.here.install_empty(path, self.size_bytes);
+                return Ok(());
+            }
+            Some(Format::Qcow2) => {
+                self.here.install_empty(path, 0);
+                let parent = parent.as_ref().map(|at| (at.file_name().unwrap_or_default().to_string_lossy(), at));
+                let parent = parent.as_ref().map(|(name, at)| (&**name, word_of(at)));
+                return self.form.install(&self.here, path, self.size_bytes, self.block_bytes, parent).await;
+            }
+            _ => {}
         }
         let mut params = match parent {
             None => CreateParams::new(DiskType::Dynamic, self.size_bytes),
@@ -367,6 +519,12 @@ impl Host {
             self.oracle.borrow_mut().crash(crash);
         }
         self.tracking.tracker.take();
+        if self.has_faults() {
+            self.tracking.checkpoints.note_failure();
+        }
+        if let Some((_, issued)) = self.ending.take() {
+            self.oracle.borrow_mut().abandon_read(issued);
+        }
         self.check_one_disk();
         self.here.set_faults(Faults::default());
     }
@@ -383,6 +541,7 @@ impl Host {
             if host.is_here() {
                 host.tracking.open(&node).await;
             }
+            host.look_at_checkpoints(&node).await;
             *into.borrow_mut() = Some(node);
         });
         self.run(executor, limit)?;
@@ -392,11 +551,18 @@ impl Host {
         work.begin_all(executor, rng, life.requests);
         if life.requests > 0 && self.is_here() {
             executor.spawn(self.clone().jobs(node.clone(), Rng::new(rng.word())));
+            if self.tracking.goes_far {
+                let (host, node, uses) = (self.clone(), node.clone(), (rng.below(6), Rng::new(rng.word())));
+                executor.spawn(async move {
+                    host.tracking.be_used(&node, uses, &|| host.has_faults(), &|| host.is_here()).await;
+                });
+            }
         }
         self.run(executor, limit)?;
         let (verify, host) = (Rng::new(rng.word()), self.clone());
         executor.spawn(async move {
             work.clone().verify(verify, true).await;
+            host.check_checkpoints(&node).await;
             let graph = node.graph().await;
             work.close().await;
             let closed = host.tracking.close(&graph).await;
@@ -459,7 +625,7 @@ impl Host {
             assert!(self.is_here(), "the disk is gone, and nobody has moved it");
             return;
         };
-        let disk = there_at(name);
+        let disk = self.there.at(name);
         let (is_here, is_there) = (self.is_here(), self.there.has_disk(&disk));
         assert!(!(is_here && is_there), "there is a disk at both paths: {} and {}", self.at.display(), disk.display());
         let is_coming =
@@ -489,7 +655,7 @@ impl Host {
             let to: Locator = export(&name);
             match Graph::open(&files, self.here.env(), to, &options).await {
                 Ok(graph) => {
-                    assert!(self.there.has_disk(&there_at(&name)), "a disk is used that has no name");
+                    assert!(self.there.has_disk(&self.there.at(&name)), "a disk is used that has no name");
                     self.count(|summary| summary.found += 1);
                     return graph;
                 }
@@ -501,8 +667,74 @@ impl Host {
         unreachable!()
     }
 
+    /// Looks which checkpoints the disk has that was just opened, wherever it is.
+    async fn look_at_checkpoints(&self, node: &LinkNode) {
+        if !self.tracking.goes_far {
+            return;
+        }
+        if self.is_here() {
+            if jobs::left(&self.files(), &self.at, || self.has_faults()).await.is_none() {
+                let marked = Marked::new(&self.tracking, node);
+                let forgotten = motion::forget_what_is_over(&self.files(), &self.at, &marked).await;
+                forgotten.unwrap_or_else(|error| panic!("what is over is not forgotten: {error:?}"));
+            }
+            return self.tracking.check(node, true, &|| self.has_faults()).await;
+        }
+        let Some(name) = self.to.borrow().clone() else { return };
+        // A link may have been cut meanwhile.
+        if !self.there.has_open(&name) {
+            return;
+        }
+        let checkpoints = &self.tracking.checkpoints;
+        if self.has_looked.replace(true) {
+            return self.check_there(node, &name, true).await;
+        }
+        if self.there.troubles.load(SeqCst) > 0 || self.here.faults_fired() > 0 {
+            // They could not be sent, perhaps.
+            checkpoints.note_failure();
+        }
+        self.check_there(node, &name, true).await;
+        self.count(|summary| summary.arrived += checkpoints.count());
+    }
+
+    /// Compares what is said to have changed with what has.
+    async fn check_checkpoints(&self, node: &LinkNode) {
+        let name = self.to.borrow().clone();
+        match name {
+            _ if !self.tracking.goes_far => {}
+            Some(name) if !self.is_here() => {
+                // Those that could not be sent are not there.
+                if self.has_looked.get() {
+                    self.check_there(node, &name, false).await;
+                }
+            }
+            _ => self.tracking.check(node, false, &|| self.has_faults()).await,
+        }
+    }
+
+    /// As [`Tracking::check`], of the disk `name` there.
+    async fn check_there(&self, node: &LinkNode, name: &str, is_new: bool) {
+        let troubles = self.there.troubles.load(SeqCst);
+        let has_failed = || self.has_faults() || self.there.troubles.load(SeqCst) > troubles;
+        let tracker = || self.there.changes_of(name);
+        let asked = Asked { node, tracker: &tracker, has_failed: &has_failed };
+        match is_new {
+            true => self.tracking.checkpoints.look(&asked).await,
+            false => self.tracking.checkpoints.check(&asked).await,
+        }
+    }
+
     /// What the clients and the reader of everything need.
     fn workload(&self, disk: LinkNode) -> Rc<Workload<LinkNode>> {
         Workload::of_changing(disk, &self.here, &self.oracle, &self.plan, self.faults_before.get())
+    }
+}
+
+/// What qcow2 calls the format of the image at `path`.
+fn word_of(path: &Path) -> &'static str {
+    match Format::from_extension(path) {
+        Some(Format::Raw) => "raw",
+        Some(Format::Vhd) => "vpc",
+        _ => "qcow2",
     }
 }

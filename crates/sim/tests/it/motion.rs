@@ -23,6 +23,17 @@ fn three_hundred_seeds_find_nothing() {
     assert!(all.asked > 300 && all.useful > 100, "too little was asked of checkpoints: {all:?}");
 }
 
+/// Seeds that once found something.
+const KEPT: [u64; 3] = [355, 1185, 1377];
+
+#[test]
+fn kept_seeds_find_nothing() {
+    for seed in KEPT {
+        let done = run_motion(seed, Broken::Nothing, false);
+        done.unwrap_or_else(|finding| panic!("seed {seed}: {}", finding.message));
+    }
+}
+
 #[test]
 fn a_seed_repeats() {
     let run = |seed| run_motion(seed, Broken::Nothing, false).map(|summary| summary.steps).ok();

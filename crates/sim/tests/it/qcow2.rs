@@ -8,6 +8,7 @@ use spile_sim::explore::{Finding, Options, Summary, explore};
 use spile_sim::faults::{Choice, How, Sabotage, Touch};
 use spile_sim::image::{Image, Kind};
 use spile_sim::oracle::Crash;
+use spile_sim::past::Past;
 use spile_sim::plan::{Life, Plan, Weights};
 use spile_sim::rng::Rng;
 use spile_sim::seeds::{Mode, report, run_seeds};
@@ -31,6 +32,41 @@ fn seeds_of_images_find_nothing() {
 #[test]
 fn seeds_of_chains_find_nothing() {
     finds_nothing(Kind::Qcow2Chain, 0..300, Mode::Random);
+}
+
+/// Each image gets compressed clusters and an internal snapshot after its first life, which the lives after copy out and count down.
+fn aged(kind: Kind) -> impl Fn(u64, &Options) -> Result<Summary, Finding> {
+    move |seed, options| {
+        let mut image = Image::draw(seed, Some(kind));
+        image.past = Past::full();
+        let mut plan = Plan::draw(seed, image.leaf().size_bytes, image.leaf().block_bytes.into());
+        plan.hardware.devices = false;
+        explore(image, plan, options)
+    }
+}
+
+/// Long lives of many clients, who read while others discard, flush and write anew. No buffer is between them and the image.
+fn reading(is_aged: bool) -> impl Fn(u64, &Options) -> Result<Summary, Finding> {
+    move |seed, options| {
+        let mut image = Image::draw(seed, Some(Kind::Qcow2));
+        image.past = if is_aged { Past::full() } else { Past::default() };
+        image.aligned = false;
+        let mut plan = Plan::draw(seed, image.leaf().size_bytes, image.leaf().block_bytes.into());
+        plan.hardware.devices = false;
+        plan.weights = Weights { write: 35, fua: 0, read: 20, flush: 15, discard: 25, zeroes: 0, extents: 0 };
+        plan.lives = vec![Life::quiet(30, 2), Life::quiet(600, 6)];
+        explore(image, plan, options)
+    }
+}
+
+#[test]
+fn seeds_of_images_with_a_past_find_nothing() {
+    for kind in [Kind::Qcow2, Kind::Qcow2Chain] {
+        for seed in 0..200 {
+            let done = aged(kind)(seed, &Options::default());
+            done.unwrap_or_else(|finding| panic!("seed {seed} of {}: {}", kind.name(), finding.message));
+        }
+    }
 }
 
 #[test]
@@ -131,6 +167,12 @@ fn an_entry_is_written_before_the_answer() {
 fn case_49_and_50_a_cluster_is_used_again_only_when_its_release_is_durable() {
     let sabotage = Sabotage::Unsynced(entries(|touch| touch.bytes[0] & 0x80 == 0));
     bites(Kind::Qcow2, "clusters are used again before nothing points at them durably", CONTENT, sabotage);
+}
+
+#[test]
+fn case_50_a_cluster_that_is_given_up_waits_for_its_last_reader() {
+    bites_in(reading(false), "clusters are used again under their readers", CONTENT, Sabotage::SlowReaders);
+    bites_in(reading(true), "shared clusters are used again under their readers", CONTENT, Sabotage::SlowReaders);
 }
 
 #[test]

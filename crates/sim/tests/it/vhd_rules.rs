@@ -7,6 +7,7 @@ use spile_core::Via;
 use spile_sim::explore::{Finding, Options, Summary, explore};
 use spile_sim::faults::{Choice, How, Sabotage, Touch};
 use spile_sim::image::{Image, Kind, LayerPlan};
+use spile_sim::past::Past;
 use spile_sim::plan::{Life, Plan, Weights};
 use spile_sim::qcow2::Form;
 use spile_sim::regions::{Part, empties_batmap, part_of};
@@ -45,7 +46,7 @@ fn on_devices(seed: u64, options: &Options) -> Run {
 fn small_blocks(seed: u64, options: &Options) -> Run {
     let layer = |kind, size_bytes| LayerPlan { kind, size_bytes, block_bytes: 4096, form: Form::default() };
     let layers = vec![layer(Kind::Dynamic, 4096), layer(Kind::Chain, 64 << 10)];
-    let image = Image { layers, aligned: false, cache_bytes: 1 << 20 };
+    let image = Image { layers, aligned: false, cache_bytes: 1 << 20, past: Past::default() };
     let mut plan = Plan::draw(seed, 64 << 10, 4096);
     plan.weights = Weights { write: 40, fua: 0, read: 10, flush: 10, discard: 40, zeroes: 0, extents: 0 };
     (plan.places.max_write, plan.places.max_discard) = (8, 24);
