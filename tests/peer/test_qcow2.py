@@ -339,10 +339,6 @@ class Writing(Qcow2):
             before = image.read_bytes()
             self.assertIn(words, text(spile("serve", image, "--nbd", "unix:/nowhere", ok=False).stderr))
             self.assertEqual(image.read_bytes(), before)
-        data = self.path("data.raw")
-        image = self.image(f"data_file={data},data_file_raw=on", seed=8)
-        refused = spile("serve", image, "--allow-data-file", "--nbd", "unix:/nowhere", ok=False)
-        self.assertIn("external data file", text(refused.stderr))
 
 
 class Chains(Qcow2):

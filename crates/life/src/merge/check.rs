@@ -11,7 +11,7 @@ use crate::gone::Gone;
 use crate::jobs::Merged;
 use crate::motion::is_parent;
 use crate::names;
-use crate::work::{GraphOf, LayerOf, Work, refuse_inner_snapshots, size_of};
+use crate::work::{GraphOf, LayerOf, Work, refuse_data_file, refuse_inner_snapshots, size_of};
 
 /// What was found before a merge begins.
 pub(super) struct Checked {
@@ -112,6 +112,11 @@ pub(super) async fn check<F: Files>(
     };
     for image in [layer, parent] {
         check_place(image.path())?;
+        refuse_data_file(
+            image,
+            "it is not merged",
+            "flatten the disk: then it needs no parent; or copy it: spile convert",
+        )?;
     }
     refuse_inner_snapshots(layer, "they would go with its file")?;
     check_sizes(graph, number)?;

@@ -79,20 +79,23 @@ impl Map {
             slices,
             loads: RangeLock::default(),
             file_bytes: AtomicU64::new(file_bytes),
-            data_bytes: AtomicU64::new(file_bytes),
+            // Of a data file nothing can be read before it is there.
+            data_bytes: AtomicU64::new(if rules.data_file { 0 } else { file_bytes }),
             is_writable,
         }
     }
 
     /// Tells how long the data file is, where the guest's data lie in one.
-    pub(crate) fn set_data_bytes(&mut self, data_bytes: u64) {
-        *self.data_bytes.get_mut() = data_bytes;
+    pub(crate) fn set_data_bytes(&self, data_bytes: u64) {
+        self.data_bytes.store(data_bytes, Ordering::Release);
     }
 
-    /// Tells how long the image is now, where it holds the guest's data itself.
+    /// Tells how long the image is now.
     pub(super) fn set_file_bytes(&self, file_bytes: u64) {
         self.file_bytes.store(file_bytes, Ordering::Release);
-        self.data_bytes.store(file_bytes, Ordering::Release);
+        if !self.rules.data_file {
+            self.data_bytes.store(file_bytes, Ordering::Release);
+        }
     }
 
     /// Adds L1 entries that name no table, so that there are `entries`.

@@ -17,6 +17,7 @@ mod check;
 mod clusters;
 pub mod codec;
 mod create;
+mod data_file;
 mod dirty;
 mod entries;
 mod facts;
@@ -88,6 +89,10 @@ impl ImageFormat for Qcow2Format {
 
     async fn named_parent<S: Store>(store: &S) -> Result<Option<ParentRef>> {
         parent::parent(&open::read_head(store).await?)
+    }
+
+    async fn named_data_file<S: Store>(store: &S) -> Result<Option<PathBuf>> {
+        parent::data_file(&open::read_head(store).await?)
     }
 
     async fn create<S: Store>(store: &S, _: &dyn Env, new: &NewImage) -> Result<()> {
