@@ -53,6 +53,9 @@ const KINDS: [Kind; 9] = [
     Kind::Qcow2DataChain,
 ];
 
+/// The longest disk with a raw data file: all of it is compared after each life.
+const RAW_BYTES: u64 = 4 << 20;
+
 /// What the files that hold data are called, by the number of their layer.
 const DATA_FILES: [&str; 4] = ["layer0.data", "layer1.data", "layer2.data", "layer3.data"];
 
@@ -314,11 +317,8 @@ impl LayerPlan {
         let block_bytes = *rng.pick(&[4096, 64 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20]);
         // A block of 4 KiB is for small disks: each is an entry.
         let block_bytes = if size_bytes > 8 << 20 { block_bytes.max(64 << 10) } else { block_bytes };
-        let size_bytes = size_bytes.max(least_bytes).max(4096);
-        if kind == Kind::Qcow2Raw {
-            // All of it is compared after each life.
-            size_bytes = size_bytes.min(4 << 20);
-        }
+        let most_bytes = if kind == Kind::Qcow2Raw { RAW_BYTES } else { u64::MAX };
+        let size_bytes = size_bytes.max(least_bytes).clamp(4096, most_bytes);
         let form = Form::default();
         if !kind.is_qcow2() {
             return Self { kind, size_bytes, block_bytes, form };

@@ -149,7 +149,7 @@ impl<S: Store> Layer<S> for Qcow2<S> {
 
     fn attach_data_file(&mut self, store: S) {
         self.map.set_data_bytes(store.len_bytes());
-        self.via = open::via(&store, &self.head.header, false);
+        self.via = open::via(&store, &self.head.header, self.writing.is_some());
         self.data = Some(store);
     }
 
