@@ -187,8 +187,12 @@ fn seeds_of_chains_with_data_files_find_nothing() {
 
 #[test]
 fn a_crash_at_every_step_of_images_with_data_files_finds_nothing() {
-    finds_nothing(Kind::Qcow2Data, 0..1, Mode::EveryStep);
-    finds_nothing(Kind::Qcow2Raw, 0..1, Mode::EveryStep);
+    for kind in [Kind::Qcow2Data, Kind::Qcow2Raw] {
+        // Each of the many runs makes the data file anew: a small one.
+        let is_small = |seed: &u64| Image::draw(*seed, Some(kind)).leaf().size_bytes <= 256 << 10;
+        let seed = (0..).find(is_small).unwrap();
+        finds_nothing(kind, seed..seed + 1, Mode::EveryStep);
+    }
 }
 
 #[test]
