@@ -25,9 +25,10 @@ class DataFiles(Qcow2):
         spile("check", image, "--allow-data-file")
         run("qemu-img", "compare", "-f", "qcow2", "-F", "raw", image, truth)
         spile("compare", image, truth, "--allow-data-file")
-        self.assertEqual(data.stat().st_size, truth.stat().st_size)
+        # QEMU has a data file end with a whole cluster. What is behind the disk is zero.
+        self.assertGreaterEqual(data.stat().st_size, truth.stat().st_size)
         if is_raw:
-            self.assertSame(data, truth)
+            run("qemu-img", "compare", "-f", "raw", "-F", "raw", data, truth)
         said = qemu_img_json("info", "-f", "qcow2", image)["format-specific"]["data"]
         self.assertEqual(said["data-file-raw"], is_raw)
 
