@@ -17,7 +17,7 @@ class DataFiles(Qcow2):
         data = self.path("data.raw")
         data.unlink(missing_ok=True)
         raw = "on" if is_raw else "off"
-        return self.image(f"data_file={data.name},data_file_raw={raw}" + options, seed=seed, backing=backing), data
+        return self.image(f"data_file={data},data_file_raw={raw}" + options, seed=seed, backing=backing), data
 
     def assertHolds(self, image, data, truth, is_raw):
         """Nothing is wrong with the image, both programs read the truth in it, and a raw data file is the truth."""
@@ -102,7 +102,7 @@ class DataFiles(Qcow2):
                 image, data = self.apart(is_raw, seed=1)
                 truth = self.raw_of(image)
                 for size_bytes in (20 * MIB, 6 * MIB + 512, 9 * MIB):
-                    shrink = ("--shrink",) if size_bytes < truth.stat().st_size else ()
+                    shrink = ("--shrink", "--discard") if size_bytes < truth.stat().st_size else ()
                     spile("resize", image, str(size_bytes), *shrink, "--allow-data-file")
                     with open(truth, "r+b") as file:
                         file.truncate(size_bytes)

@@ -89,7 +89,7 @@ fn the_guests_offset_is_the_offset_in_the_data_file() {
         expected[1024..1536].fill(9);
         assert!(read(&disk, cluster * CLUSTER..(cluster + 1) * CLUSTER) == expected, "nothing of what was there shows");
         assert!(world.files.file(DATA).bytes(cluster * CLUSTER, CLUSTER as usize) == expected);
-        assert_eq!(word(&world, 4 * CLUSTER + cluster * 8), cluster * CLUSTER | COPIED);
+        assert_eq!(word(&world, 4 * CLUSTER + cluster * 8), (cluster * CLUSTER) | COPIED);
     }
     assert_eq!(world.files.file(DATA).bytes(CLUSTER, 512), [0xd7; 512], "what nobody wrote stays");
 }
