@@ -90,6 +90,13 @@ class Qcow2(PeerTest):
         lines = [word for line in commands(random.Random(seed), discards=discards) for word in ("-c", line)]
         run("qemu-io", "-f", image_format, *lines, path)
 
+    def wait_for_lock(self, image):
+        """Waits until the kernel has let go of the lock of a process that was killed, as QEMU does not."""
+        end = time.monotonic() + LIMIT_S
+        while run("qemu-img", "info", "-f", "qcow2", image, ok=None).returncode != 0:
+            self.assertLess(time.monotonic(), end)
+            time.sleep(0.02)
+
     def raw_of(self, image, name="truth.raw"):
         raw = self.path(name)
         raw.unlink(missing_ok=True)
@@ -248,13 +255,6 @@ class Writing(Qcow2):
             if kills:
                 run("qemu-img", "check", "-q", "-f", "qcow2", "-r", "leaks", image)
             self.fill(image, seed + 50 + turn)
-
-    def wait_for_lock(self, image):
-        """Waits until the kernel has let go of the lock of a process that was killed, as QEMU does not."""
-        end = time.monotonic() + LIMIT_S
-        while run("qemu-img", "info", "-f", "qcow2", image, ok=None).returncode != 0:
-            self.assertLess(time.monotonic(), end)
-            time.sleep(0.02)
 
     def test_every_kind(self):
         for seed, (kind, options) in enumerate(KINDS.items()):

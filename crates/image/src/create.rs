@@ -51,8 +51,8 @@ pub struct Options {
 /// The file that holds the data of a new image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewDataFile {
-    /// The way from the image's folder to it, with `/` between its parts.
-    pub relative_path: String,
+    /// Its path. QEMU takes one that is relative from its own working folder, and Spile from the image's, so a whole one is understood alike.
+    pub path: String,
     /// It is the disk's content as it is, also for programs that know nothing of the image.
     pub is_raw: bool,
 }

@@ -235,7 +235,7 @@ fn a_device_that_is_shorter_than_the_disk_holds_no_data() {
 }
 
 fn new(is_raw: bool, extended: bool) -> NewImage {
-    let data_file = Some(NewDataFile { relative_path: "a.data".into(), is_raw });
+    let data_file = Some(NewDataFile { path: "a.data".into(), is_raw });
     let options = Options { data_file, extended_l2: Some(extended), ..Options::default() };
     NewImage { options, ..NewImage::new(MIB + 512) }
 }

@@ -143,7 +143,7 @@ fn qemu_finds_nothing_wrong_with_new_images_with_data_files() {
             engine.run_on(0, move || async move {
                 let files = OsFiles::new(CacheMode::Page);
                 drop(files.create(&data, SIZE).unwrap());
-                let data_file = Some(NewDataFile { relative_path: "a.data".into(), is_raw });
+                let data_file = Some(NewDataFile { path: "a.data".into(), is_raw });
                 let options = Options { data_file, extended_l2: Some(extended), ..Options::default() };
                 let store = files.create(&image, 0).unwrap();
                 Format::Qcow2.create(&store, &OsEnv, &NewImage { options, ..NewImage::new(SIZE) }).await.unwrap();

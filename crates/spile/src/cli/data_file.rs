@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use spile_core::{Error, ErrorKind, Files as _, Locator, OpenMode, Result, ResultExt as _, Store as _};
 use spile_image::Format;
 use spile_image::create::{NewDataFile, NewImage};
-use spile_life::names::relative;
 use spile_server::new_file::folder_of;
 use spile_server::parents::{check_place, real};
 use spile_store::{CacheMode, HostFiles, OsFiles};
@@ -51,11 +50,11 @@ impl DataFile {
                 home.display()
             ))
         })?;
-        let relative_path = relative(&folder, &whole).ok_or_else(|| {
+        let path = whole.to_str().map(str::to_owned).ok_or_else(|| {
             let error = Error::new(ErrorKind::InvalidInput, "an image cannot name a file whose path is not UTF-8");
             error.at_path(&whole).hint("rename it, or its folder")
         })?;
-        Ok(Self { path: whole, named: NewDataFile { relative_path, is_raw }, is_there })
+        Ok(Self { path: whole, named: NewDataFile { path, is_raw }, is_there })
     }
 
     /// Has the file be there, with `size_bytes` of zeroes, durably.

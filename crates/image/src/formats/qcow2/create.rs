@@ -234,7 +234,7 @@ fn behind_header(header: &mut Header, parent: Option<&NewParent>, data_file: Opt
     };
     let format = format.map(|data| Extension { kind: kind::BACKING_FORMAT, data });
     let data_file = match data_file {
-        Some(file) => Some(Extension { kind: kind::DATA_FILE, data: path_name("data file", &file.relative_path)? }),
+        Some(file) => Some(Extension { kind: kind::DATA_FILE, data: path_name("data file", &file.path)? }),
         None => None,
     };
     // The names of features serve messages only. Where there is little room, they are left out.
