@@ -36,7 +36,7 @@ pub async fn mark<F: Files>(
     {
         let what = format!("{} keeps its data in this file, and would be of no use without it", child.display());
         let error = Error::new(ErrorKind::Denied, what).at_path(image);
-        return Err(error.hint(format!("spile delete {} removes both", child.display())));
+        return Err(error.hint(format!("spile delete {} --with-data-file removes both", child.display())));
     }
     let is_far = image.parent() != child.parent();
     let (parent, leaf) = (described(tools, image, format).await?, described(tools, child, None).await?);
@@ -135,31 +135,39 @@ pub async fn unmark<F: Files>(tools: &Tools<'_, F>, image: &Path) -> Result<()> 
 }
 
 /// Removes the image whose disk `graph` is. It is open for writing here, and nowhere else: so nobody makes a child of it meanwhile. `list`
-/// gives the files of its folder. Returns its path.
+/// gives the files of its folder. A file that holds the image's data goes only `with_data_file`. Returns the paths of both.
 ///
 /// # Errors
-/// `Busy` while a job on it is not finished; `Denied` when another image needs it, or cannot be asked; the storage's. The image is whole
-/// then, but for its checkpoints.
+/// `Busy` while a job on it is not finished; `Denied` when another image needs it, or cannot be asked, and when it has a data file that is not to go;
+/// the storage's. The image is whole then, but for its checkpoints.
 pub async fn remove<F: Files>(
     tools: &Tools<'_, F>,
     graph: &Graph<F::Store>,
+    with_data_file: bool,
     list: impl AsyncFn() -> Result<Vec<PathBuf>>,
-) -> Result<PathBuf> {
+) -> Result<(PathBuf, Option<PathBuf>)> {
     let leaf = &graph.handles()[0];
     refuse_needed(tools, leaf.path(), &list).await?;
     let (image, data) = (leaf.image().store(), leaf.image().data_store());
     let data = (!std::ptr::eq(image, data)).then_some(data);
     if let Some(data) = data {
         refuse_needed_data(tools, leaf.path(), data.path(), list).await?;
+        if !with_data_file {
+            let shown = data.path().display();
+            let error = Error::new(ErrorKind::Denied, format!("the image keeps its data in {shown}, which would go, too"));
+            return Err(error.at_path(leaf.path()).hint("--with-data-file removes both"));
+        }
     }
     graph.close().await?;
     // First, for nobody would look for it without its image.
+    let mut gone = None;
     if let Some(data) = data
         && tools.files.is_at(data, data.path()).await?
     {
         tools.files.remove(data.path()).await?;
+        gone = Some(data.path().to_owned());
     }
-    remove_file(tools, leaf.path(), image).await
+    Ok((remove_file(tools, leaf.path(), image).await?, gone))
 }
 
 /// Refuses to remove the file at `data` with the image at `path`, whose data it holds, unless it is that image's alone as far as anybody can tell.

@@ -17,7 +17,7 @@ use spile_life::base::refuse_merging;
 use spile_life::gc::may_have_parent;
 use spile_life::motion::is_parent;
 use spile_life::names;
-use spile_store::{CacheMode, HostStore, OsFiles};
+use spile_store::{CacheMode, FileId, HostStore, OsFiles};
 
 /// The most names in a folder that are looked at.
 const MOST_NAMES: usize = 16 << 10;
@@ -63,7 +63,8 @@ pub async fn refuse_parent(layers: &[LayerInfo]) -> Result<()> {
     }
 }
 
-/// Refuses to write to a disk whose image keeps its data in another file, when an image beside that file needs it, too: as its data, or as its parent.
+/// Refuses to write to a disk whose image keeps its data in another file, when an image beside that file needs it, too: as its data, or as its parent; and
+/// when the name of that file says that it may have parents, which its guest would choose.
 ///
 /// # Errors
 /// `Denied`, naming the other image.
@@ -73,18 +74,28 @@ pub async fn refuse_shared_data(disk: &Graph<HostStore>) -> Result<()> {
     if std::ptr::eq(image, data) {
         return Ok(());
     }
-    // In the folder of the image there may be one more than the image itself, and in that of its data, too.
-    let (found, are_all) = asked(data.path(), None, 2).await;
+    if let Some(format) = names::format_of(data.path()).filter(|format| format.about().has_parents) {
+        let shown = data.path().display();
+        let what = format!("the name of its data file {shown} is that of a {format} image: its guest could write there which images are its parents");
+        let error = Error::new(ErrorKind::Denied, what).at_path(image.path());
+        return Err(error.hint("copy the disk: spile convert; or --write-parent, when its guest is trusted"));
+    }
+    let (found, are_all) = asked(data.path(), None, usize::MAX).await;
     let beside_image = image.path().with_file_name(ANY_NAME);
     let (more, are_more) = match image.path().parent() == data.path().parent() {
         true => (Vec::new(), true),
-        false => asked_beside(&beside_image, data.path(), None, 2).await,
+        false => asked_beside(&beside_image, data.path(), None, usize::MAX).await,
     };
     if !(are_all && are_more) {
         let path = image.path().display();
         tracing::warn!("{path}: not all images in its folder were asked whether they need its data");
     }
-    match found.into_iter().chain(more).find(|other| other != image.path()) {
+    // A snapshot that was broken off has left it a second name, which goes when the disk is open.
+    let is_itself = |other: &Path| match (other.metadata(), image.file_id()) {
+        (Ok(stat), Some(id)) => FileId::of(&stat) == id,
+        _ => other == image.path(),
+    };
+    match found.into_iter().chain(more).find(|other| !is_itself(other)) {
         None => Ok(()),
         Some(other) => {
             let what =

@@ -221,12 +221,12 @@ fn place(store: &AnyStore) -> String {
 }
 
 /// The stores of all layers, the leaf's first.
-fn stores(graph: &Graph<HostStore>) -> impl Iterator<Item = &AnyStore> {
+pub(super) fn stores(graph: &Graph<HostStore>) -> impl Iterator<Item = &AnyStore> {
     graph.handles().iter().flat_map(|layer| stores_of(layer))
 }
 
 /// The store of an image, and that of its data where they lie in another file.
-fn stores_of(layer: &GraphLayer<HostStore>) -> impl Iterator<Item = &AnyStore> {
+pub(super) fn stores_of(layer: &GraphLayer<HostStore>) -> impl Iterator<Item = &AnyStore> {
     let (image, data) = (layer.image().store(), layer.image().data_store());
     let data = (!std::ptr::eq(image, data)).then_some(&**data);
     std::iter::once(&**image).chain(data)

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use spile_core::{Error, ErrorKind, Files as _, Locator, OpenMode, Result, ResultExt as _, Store as _};
 use spile_image::Format;
 use spile_image::create::{NewDataFile, NewImage};
+use spile_life::names;
 use spile_server::new_file::folder_of;
 use spile_server::parents::{check_place, real};
 use spile_store::{CacheMode, HostFiles, OsFiles};
@@ -27,8 +28,13 @@ impl DataFile {
     ///
     /// # Errors
     /// `Exists` for a file that holds something, and for what is no file: nothing is overwritten, and nothing that lies there is to come to light
-    /// in the new disk. `Denied` where no command would follow the image to it; `InvalidInput` for the image itself; the system's.
+    /// in the new disk. `Denied` where no command would follow the image to it; `InvalidInput` for the image itself, for a name that does not say that the file is raw; the system's.
     pub fn new(image: &Path, path: &Path, is_raw: bool, allowed: &[PathBuf]) -> Result<Self> {
+        if names::format_of(path) != Some(Format::Raw) {
+            // Files whose names do not say that they are raw are asked for their parents, and the guest would write the answer.
+            let what = "the name of a file that holds a disk's data says that it is raw";
+            return Err(Error::new(ErrorKind::InvalidInput, what).at_path(path).hint("let it end in .raw or .img"));
+        }
         let stat = path.symlink_metadata();
         let is_there = stat.is_ok();
         if stat.is_ok_and(|stat| !stat.is_file() || stat.len() > 0) {

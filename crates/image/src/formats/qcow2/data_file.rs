@@ -19,9 +19,10 @@
 //!
 //! 5. A cluster that is not shown as a whole is made zero there, durably; then its entry shows it, durably; and only then are data written. An
 //!    image whose clusters all have their places from the start, as QEMU and Spile make it, never waits for that.
-//! 6. No entry stops showing it.
+//! 6. No entry stops showing it. When the disk becomes longer, entries show what it has gained before the header tells the new size: programs that
+//!    write to the data file alone are right from then on.
 
-use spile_core::{Error, ErrorKind, Extent, Result, Store, StoreOffset};
+use spile_core::{Error, ErrorKind, Extent, Result, Store, StoreOffset, yield_now};
 
 use super::Qcow2;
 use super::codec::COPIED;
@@ -30,6 +31,9 @@ use super::codec::table::{Cluster, SUBCLUSTERS};
 use super::write::{Old, Part};
 use super::writing::Writing;
 use crate::layer::Layer as _;
+
+/// So many entries are written in one turn.
+const SHOWN_AT_ONCE: u64 = 256;
 
 /// True when the data file of the image of `header` is the disk's content as it is.
 pub(super) fn is_raw(header: &Header) -> bool {
@@ -143,9 +147,17 @@ impl<S: Store> Qcow2<S> {
         }
     }
 
+    /// Makes zero what the data file has behind the disk's end in its last cluster, which `end` is from the start of: an entry shows all of it, and it would
+    /// come to light when another program makes the disk longer. The caller holds the cluster alone.
+    async fn zero_behind_end(&self, cluster: u64, end: u64) -> Result<()> {
+        let behind = self.head.header.cluster_bytes() - end;
+        self.zero_in_data_file(self.start_of(cluster) + end, behind, true).await
+    }
+
     /// The first write to `part` where the data file is not raw: what is around it there becomes right, or is said.
     pub(super) async fn first_write(&self, part: &Part, old: &Old) -> Result<FirstWrite> {
         let end = self.end_of(part.cluster);
+        self.zero_behind_end(part.cluster, end).await?;
         let all = u64::from(u32::MAX);
         let some = |allocated: u32, zero: u32| {
             let touched = self.touched(part);
@@ -178,9 +190,34 @@ impl<S: Store> Qcow2<S> {
         for start in hidden.map(|number| u64::from(number) * part_bytes).take_while(|start| *start < end) {
             self.zero_in_data_file(at + start, part_bytes.min(end - start), true).await?;
         }
+        self.zero_behind_end(cluster, end).await?;
         self.flush_writing(writing).await?;
+        self.show_whole(writing, at, old).await?;
+        self.flush_writing(writing).await
+    }
+
+    /// Has the entry of the cluster at guest offset `at` show all of it in the data file. The caller holds the cluster alone, and has its table.
+    async fn show_whole(&self, writing: &Writing, at: u64, old: &Old) -> Result<()> {
         let (entry, bitmap) = self.rules.encode(Cluster::Data(at));
-        self.change_entry(writing, at, old, (entry | COPIED, bitmap)).await?;
+        self.change_entry(writing, at, old, (entry | COPIED, bitmap)).await
+    }
+
+    /// Shows all clusters of a raw data file that lie between the ends of a disk that grows: what another program writes to the file is there,
+    /// and no write has to wait for its entry. They are zero, durably ([`Qcow2::grow_data_file`]).
+    pub(super) async fn show_added(&self, writing: &Writing, end_bytes: u64, size_bytes: u64) -> Result<()> {
+        let bits = self.head.header.cluster_bits;
+        for cluster in end_bytes.div_ceil(1 << bits)..size_bytes.div_ceil(1 << bits) {
+            if cluster.is_multiple_of(SHOWN_AT_ONCE) {
+                yield_now().await;
+            }
+            let at = self.start_of(cluster);
+            let _alone = writing.clusters.exclusive(cluster..cluster + 1).await;
+            let old = self.old(writing, at).await?;
+            if matches!(old.cluster, Cluster::Unallocated) {
+                self.own_table(writing, at).await?;
+                self.show_whole(writing, at, &old).await?;
+            }
+        }
         self.flush_writing(writing).await
     }
 
@@ -197,11 +234,8 @@ impl<S: Store> Qcow2<S> {
 
     /// A change to zeroes of `part` in the data file itself, where its entry stays. False when the entry is to say that it is zero.
     pub(super) async fn zero_shown(&self, part: &Part, old: &Old, may_unmap: bool) -> Result<bool> {
-        let stays = match old.cluster {
-            Cluster::Data(_) => true,
-            Cluster::Mixed { .. } => self.is_raw_data_file(),
-            _ => false,
-        };
+        // A raw one is zero then, also where the entry has not shown it.
+        let stays = self.is_raw_data_file() || matches!(old.cluster, Cluster::Data(_));
         if stays {
             let within = &part.within;
             let start = self.start_of(part.cluster) + within.start;

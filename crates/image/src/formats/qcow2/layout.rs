@@ -62,7 +62,7 @@ pub(super) fn data_clusters(header: &Header) -> u64 {
 }
 
 /// Those that lie in the image, and not in a data file.
-fn clusters_inside(header: &Header) -> u64 {
+pub(super) fn clusters_inside(header: &Header) -> u64 {
     if header.has(feature::DATA_FILE) { 0 } else { data_clusters(header) }
 }
 

@@ -12,7 +12,8 @@
 //! 2. If the clusters of the L1 table have room, the entries to come are zeroed there. Else a new table is made from clusters that are
 //!    counted durably, with all entries of the old one; nobody changes an entry meanwhile. Then a sync.
 //! 3. A data file becomes zero behind the old end, and as long as the disk is to be; sync.
-//! 4. The header; sync. Then the size is told, and the clusters of the old table are given up.
+//! 4. The header; sync. Then the size is told, and the clusters of the old table are given up. Of an image with a raw data file the header gets
+//!    the new table only; entries come that show what the disk gains; sync; then the header gets the size, too; sync.
 //!
 //! Shorter, for whoever gives up what lies behind the new end:
 //!
@@ -89,10 +90,29 @@ impl<S: Store> Qcow2<S> {
         let needed = new.needed_l1_entries();
         new.l1_entries = new.l1_entries.max(needed as u32);
         let room = l1_clusters(&old, u64::from(old.l1_entries)) * old.cluster_bytes() / 8;
-        match needed <= room {
-            true => self.grow_in_place(&old, &new).await,
-            false => self.grow_with_table(writing, &old, new).await,
+        if self.is_raw_data_file() {
+            // Its entries come first, and need the table.
+            new.size_bytes = old.size_bytes;
         }
+        match needed <= room {
+            true => self.grow_in_place(&old, &new).await?,
+            false => self.grow_with_table(writing, &old, new).await?,
+        }
+        match self.is_raw_data_file() {
+            true => self.grow_shown(writing, size_bytes).await,
+            false => Ok(()),
+        }
+    }
+
+    /// The L1 table of an image with a raw data file has room: what the disk gains is shown, and then is the disk's.
+    async fn grow_shown(&self, writing: &Writing, size_bytes: u64) -> Result<()> {
+        let head = self.now.head();
+        let new = Header { size_bytes, ..head.header.clone() };
+        self.map.grow(new.needed_l1_entries() as usize);
+        self.show_added(writing, head.header.size_bytes, size_bytes).await?;
+        self.write_size(&new).await?;
+        self.tell_size(&new);
+        Ok(())
     }
 
     fn check_growth(&self, old: &Header, size_bytes: u64) -> Result<()> {

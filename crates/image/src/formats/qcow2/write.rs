@@ -541,7 +541,8 @@ impl<S: Store> Qcow2<S> {
         let mut at = extent.start();
         while at < extent.end() {
             match self.map.find(at, extent.end() - at) {
-                (Found::Below | Found::Zero, len) => at += len,
+                // A raw data file may hold something there all the same.
+                (Found::Below | Found::Zero, len) if !self.is_raw_data_file() => at += len,
                 _ => {
                     let rest = Extent::from_range(at..extent.end());
                     let part = self.part(rest);
