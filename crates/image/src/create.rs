@@ -44,6 +44,17 @@ pub struct Options {
     pub compression: Option<Compression>,
     /// Each cluster of the disk has its place from the start.
     pub places_for_all: bool,
+    /// The guest's data lie in another file, which is empty or reads as zeroes.
+    pub data_file: Option<NewDataFile>,
+}
+
+/// The file that holds the data of a new image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NewDataFile {
+    /// Its path. QEMU takes one that is relative from its own working folder, and Spile from the image's, so a whole one is understood alike.
+    pub path: String,
+    /// It is the disk's content as it is, also for programs that know nothing of the image.
+    pub is_raw: bool,
 }
 
 /// The parent of a new image.

@@ -63,6 +63,8 @@ pub struct Described {
     /// The unit of offsets and lengths of requests, in bytes. `None` when the data lie in another file, which is not
     /// opened.
     pub request_align_bytes: Option<u32>,
+    /// The name of that other file, as the image says it; empty for one that makes no sense.
+    pub data_file: Option<PathBuf>,
 }
 
 /// A parent's own maps are needed only until its part of a zone is merged: a small cache for each.
@@ -96,7 +98,8 @@ pub async fn open_layer<F: Files>(
 /// all that was written is durable. Both layers may be in use until the older one is dropped.
 ///
 /// # Errors
-/// `Busy` when somebody else has the file open; `ReadOnly` for a format that cannot be written; the store's.
+/// `Busy` when somebody else has the file open; `ReadOnly` for a format that cannot be written; `Unsupported` for an image that keeps its data in
+/// another file; the store's.
 pub async fn reopen_layer<F: Files>(
     files: &F,
     env: &Arc<dyn Env>,
@@ -110,6 +113,9 @@ pub async fn reopen_layer<F: Files>(
         cache_bytes: if read_only { PARENT.cache_bytes } else { MERGED_CACHE_BYTES },
         ..PARENT
     };
+    if !matches!(image.data_file(), Ok(None)) {
+        return Err(image.unsupported("an image that keeps its data in another file is not opened in another mode"));
+    }
     let store = files.reopen(image.store(), mode).await?;
     let image = image.format().open(store, env, how).await?;
     Ok(GraphLayer::new(image, read_only))
@@ -149,9 +155,9 @@ pub async fn describe<F: Files>(
     let (align, least) = (image.store().info().offset_align_bytes, image.request_align_bytes());
     let align = if image.via() == Via::Direct { align.max(least) } else { least };
     // A data file whose name makes no sense is a data file, too.
-    let has_data_file = !matches!(image.data_file(), Ok(None));
+    let data_file = image.data_file().unwrap_or_else(|_| Some(PathBuf::new()));
     let layer = GraphLayer::new(image, true).info();
-    Ok(Described { layer, request_align_bytes: (!has_data_file).then_some(align) })
+    Ok(Described { layer, request_align_bytes: data_file.is_none().then_some(align), data_file })
 }
 
 /// Opens the image at `at` and all its parents; leaf first. With a leaf that is opened for writing, all parents are
@@ -187,6 +193,9 @@ async fn sync_all<'a, S: Store>(parents: impl Iterator<Item = &'a AnyLayer<S>>) 
     join_all(syncs).await.into_iter().collect()
 }
 
+/// An image, and the path of the file that holds its data if that is another one.
+type Opened<S> = (AnyLayer<S>, Option<PathBuf>);
+
 /// A search for the parents of a leaf, one after the other.
 struct Search<'a, F: Files> {
     files: &'a F,
@@ -194,6 +203,8 @@ struct Search<'a, F: Files> {
     policy: Policy,
     /// Canonical paths of the layers so far.
     visited: Vec<PathBuf>,
+    /// Canonical paths of the files that hold their data.
+    data_files: Vec<PathBuf>,
     /// True when the leaf takes writes: then all parents must be durable.
     needs_durable_parents: bool,
     options: &'a OpenOptions,
@@ -215,10 +226,11 @@ impl<'a, F: Files> Search<'a, F> {
         let how = OpenLayer { read_only, keeps_dirty, cache_bytes: options.metadata_cache_bytes / 2, ..PARENT };
         let store = files.open(&at, mode).await?;
         let leaf = store.path().to_owned();
-        let search =
-            Self { files, env, policy, visited: vec![leaf], needs_durable_parents: !options.read_only, options };
+        let needs_durable_parents = !options.read_only;
+        let (visited, data_files) = (vec![leaf], Vec::new());
+        let mut search = Self { files, env, policy, visited, data_files, needs_durable_parents, options };
         let mut image = format.open(store, env, how).await?;
-        search.attach_data_file(&mut image, mode).await?;
+        search.data_files.extend(search.attach_data_file(&mut image, mode).await?);
         Ok((search, image))
     }
 
@@ -233,8 +245,9 @@ impl<'a, F: Files> Search<'a, F> {
         let mut first_error = None;
         for candidate in candidates(self.files, path, &parent.names, &self.policy).await? {
             match self.open(&candidate, format, &parent).await {
-                Ok(layer) => {
+                Ok((layer, data_file)) => {
                     self.visited.push(candidate);
+                    self.data_files.extend(data_file);
                     return Ok(Some(layer));
                 }
                 // Another name may be the right one. If none is, the caller gets the error of the first name, which is
@@ -248,44 +261,52 @@ impl<'a, F: Files> Search<'a, F> {
         Err(error.at_path(path))
     }
 
-    async fn open(&self, path: &PathBuf, format: Format, parent: &ParentRef) -> Result<AnyLayer<F::Store>> {
+    /// A parent, and the file that holds its data if that is another one.
+    async fn open(&self, path: &PathBuf, format: Format, parent: &ParentRef) -> Result<Opened<F::Store>> {
         if self.visited.contains(path) {
             return Err(Error::new(ErrorKind::Corrupt, format!("the chain loops back to {}", path.display())));
         }
-        let layer = self.open_parent(path, format, parent).await?;
-        if !self.needs_durable_parents || !layer.is_unflushed() {
-            return Ok(layer);
+        if self.data_files.contains(path) {
+            return Err(used_twice(path));
         }
-        drop(layer);
+        let opened = self.open_parent(path, format, parent).await?;
+        if !self.needs_durable_parents || !opened.0.is_unflushed() {
+            return Ok(opened);
+        }
+        drop(opened);
         self.make_durable(path, format).await?;
         self.open_parent(path, format, parent).await
     }
 
-    async fn open_parent(&self, path: &Path, format: Format, parent: &ParentRef) -> Result<AnyLayer<F::Store>> {
+    async fn open_parent(&self, path: &Path, format: Format, parent: &ParentRef) -> Result<Opened<F::Store>> {
         let store = self.files.open(&path.into(), OpenMode::ReadOnly).await?;
         // Whoever only looks at a chain wants to know all of it at once.
         let how = OpenLayer { lazy: !self.options.read_only, ..PARENT };
         let mut layer = format.open(store, self.env, how).await?;
-        self.attach_data_file(&mut layer, OpenMode::ReadOnly).await?;
+        let data_file = self.attach_data_file(&mut layer, OpenMode::ReadOnly).await?;
         // An identity may have to be computed from the image's tables: only a child that expects one asks.
-        let Some(expected) = parent.identity else { return Ok(layer) };
+        let Some(expected) = parent.identity else { return Ok((layer, data_file)) };
         match layer.identity() {
             Some(found) if found != expected => Err(wrong_parent(path, expected, found)),
-            _ => Ok(layer),
+            _ => Ok((layer, data_file)),
         }
     }
 
     /// Opens the file that holds the data of `layer`, if the image names one. The user must have allowed it, and it
-    /// must lie in an allowed folder.
-    async fn attach_data_file(&self, layer: &mut AnyLayer<F::Store>, mode: OpenMode) -> Result<()> {
+    /// must lie in an allowed folder, and be no other file of the chain. Returns its path.
+    async fn attach_data_file(&self, layer: &mut AnyLayer<F::Store>, mode: OpenMode) -> Result<Option<PathBuf>> {
         let image = layer.store().path().to_owned();
-        let Some(name) = layer.data_file().at_path(&image)? else { return Ok(()) };
+        let Some(name) = layer.data_file().at_path(&image)? else { return Ok(None) };
         if !self.options.allow_data_file {
             return Err(data_file_denied(&image, &name));
         }
-        let found = candidates(self.files, &image, &[name], &self.policy).await?;
-        layer.attach_data_file(self.files.open(&Locator::from(&found[0]), mode).await?);
-        Ok(())
+        let mut found = candidates(self.files, &image, &[name], &self.policy).await.map_err(of_data_file)?;
+        let path = found.swap_remove(0);
+        if path == image || self.visited.contains(&path) || self.data_files.contains(&path) {
+            return Err(used_twice(&path).at_path(&image));
+        }
+        layer.attach_data_file(self.files.open(&Locator::from(&path), mode).await?);
+        Ok(Some(path))
     }
 
     /// Flushes and closes a parent that was a leaf when its process was killed. The guest may outlive that process and
@@ -341,6 +362,25 @@ fn data_file_denied(image: &Path, name: &Path) -> Error {
     Error::new(ErrorKind::Denied, format!("the image keeps its data in another file, {name:?}, which it names itself"))
         .at_path(image)
         .hint("if you trust the image, allow it with --allow-data-file")
+}
+
+/// The error of a file that holds an image's data and is something else in the chain, too.
+fn used_twice(data_file: &Path) -> Error {
+    let what = format!("{} holds the data of an image of this chain, and is used twice in it", data_file.display());
+    Error::new(ErrorKind::Corrupt, what)
+}
+
+/// The error of [`candidates`], which speaks of parents, for a file that holds the data of an image.
+fn of_data_file(error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::NotFound => {
+            let path = error.path().map(Path::to_owned).unwrap_or_default();
+            let what = error.message().replacen("the parent is", "the file that holds the image's data is", 1);
+            let hint = "it is looked for only where the image says: put it there again";
+            Error::new(ErrorKind::NotFound, what).at_path(&path).hint(hint)
+        }
+        _ => error,
+    }
 }
 
 fn wrong_parent(path: &Path, expected: Identity, found: Identity) -> Error {

@@ -2,11 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use spile_core::{Disk, Error, ErrorKind, Files, Locator, OpenMode, Result};
+use spile_core::{Disk, Error, ErrorKind, Files, Locator, OpenMode, Result, Store};
 use spile_image::layer::{Identity, Layer as _};
 use spile_image::{Format, Graph};
 
-use crate::gc::{Family, Tools, described};
+use crate::gc::{Family, Tools, described, keeps_data_elsewhere, named_data_file};
 use crate::gone::Gone;
 use crate::motion::forget_parent;
 use crate::names;
@@ -31,6 +31,13 @@ pub async fn mark<F: Files>(
         let hint = "the name of that image does not say its format: give it the extension of that, or delete it first";
         return Err(is_needed(image, child).hint(hint));
     }
+    if let Some(format) = names::format_of(child)
+        && named_data_file(tools.asking, child, format).await?.is_some_and(|data| data == image)
+    {
+        let what = format!("{} keeps its data in this file, and would be of no use without it", child.display());
+        let error = Error::new(ErrorKind::Denied, what).at_path(image);
+        return Err(error.hint(format!("spile delete {} --with-data-file removes both", child.display())));
+    }
     let is_far = image.parent() != child.parent();
     let (parent, leaf) = (described(tools, image, format).await?, described(tools, child, None).await?);
     let refuse = |why: String| {
@@ -47,6 +54,11 @@ pub async fn mark<F: Files>(
                 .to_owned(),
         );
     };
+    for image in [image, child] {
+        if keeps_data_elsewhere(tools, image).await? {
+            return refuse(format!("{} keeps its data in another file, and is not merged", image.display()));
+        }
+    }
     if parent.format != leaf.format {
         return refuse(format!("a {} image cannot take the name of {}", parent.format, child.display()));
     }
@@ -123,20 +135,68 @@ pub async fn unmark<F: Files>(tools: &Tools<'_, F>, image: &Path) -> Result<()> 
 }
 
 /// Removes the image whose disk `graph` is. It is open for writing here, and nowhere else: so nobody makes a child of it meanwhile. `list`
-/// gives the files of its folder. Returns its path.
+/// gives the files of its folder. A file that holds the image's data goes only `with_data_file`. Returns the paths of both.
 ///
 /// # Errors
-/// `Busy` while a job on it is not finished; `Denied` when another image needs it, or cannot be asked; the storage's. The image is whole
-/// then, but for its checkpoints.
+/// `Busy` while a job on it is not finished; `Denied` when another image needs it, or cannot be asked, and when it has a data file that is not to go;
+/// the storage's. The image is whole then, but for its checkpoints.
 pub async fn remove<F: Files>(
     tools: &Tools<'_, F>,
     graph: &Graph<F::Store>,
+    with_data_file: bool,
     list: impl AsyncFn() -> Result<Vec<PathBuf>>,
-) -> Result<PathBuf> {
+) -> Result<(PathBuf, Option<PathBuf>)> {
     let leaf = &graph.handles()[0];
-    refuse_needed(tools, leaf.path(), list).await?;
+    refuse_needed(tools, leaf.path(), &list).await?;
+    let (image, data) = (leaf.image().store(), leaf.image().data_store());
+    let data = (!std::ptr::eq(image, data)).then_some(data);
+    if let Some(data) = data {
+        refuse_needed_data(tools, leaf.path(), data.path(), list).await?;
+        if !with_data_file {
+            let shown = data.path().display();
+            let error = Error::new(ErrorKind::Denied, format!("the image keeps its data in {shown}, which would go, too"));
+            return Err(error.at_path(leaf.path()).hint("--with-data-file removes both"));
+        }
+    }
     graph.close().await?;
-    remove_file(tools, leaf.path(), leaf.image().store()).await
+    // First, for nobody would look for it without its image.
+    let mut gone = None;
+    if let Some(data) = data
+        && tools.files.is_at(data, data.path()).await?
+    {
+        tools.files.remove(data.path()).await?;
+        gone = Some(data.path().to_owned());
+    }
+    Ok((remove_file(tools, leaf.path(), image).await?, gone))
+}
+
+/// Refuses to remove the file at `data` with the image at `path`, whose data it holds, unless it is that image's alone as far as anybody can tell.
+async fn refuse_needed_data<F: Files>(
+    tools: &Tools<'_, F>,
+    path: &Path,
+    data: &Path,
+    list: impl AsyncFn() -> Result<Vec<PathBuf>>,
+) -> Result<()> {
+    let refuse = |what: String, hint: String| Err(Error::new(ErrorKind::Denied, what).at_path(path).hint(hint));
+    let shown = data.display();
+    if data.parent() != path.parent() || data.starts_with("/dev") {
+        let what = format!("the image keeps its data in {shown}, and what lies there may be needed by others");
+        return refuse(what, format!("remove both by hand: {} and {shown}", path.display()));
+    }
+    let family = Family::ask(tools, &list().await?).await;
+    match family.children_of(data)?.iter().find(|other| *other != path) {
+        Some(other) => {
+            let what = format!("the image keeps its data in {shown}, which {} needs, too", other.display());
+            refuse(
+                what,
+                format!(
+                    "two images of one data file spoil each other: see which of them is right, and remove {} by hand",
+                    path.display()
+                ),
+            )
+        }
+        None => Ok(()),
+    }
 }
 
 /// As [`remove`], for an image at `path`, a whole one, whose disk cannot be opened because a parent of it is gone.
@@ -150,8 +210,13 @@ pub async fn remove_orphan<F: Files>(
     list: impl AsyncFn() -> Result<Vec<PathBuf>>,
 ) -> Result<PathBuf> {
     let store = tools.files.open(&Locator::from(path), OpenMode::ReadWrite).await?;
-    described(tools, path, format).await?;
+    let image = described(tools, path, format).await?;
     refuse_needed(tools, path, list).await?;
+    if let Some(data) = named_data_file(tools.asking, path, image.format).await? {
+        let what = format!("the image keeps its data in {}, which would be left behind", data.display());
+        let error = Error::new(ErrorKind::Denied, what).at_path(path);
+        return Err(error.hint("remove both by hand: the disk cannot be opened, for something that it needs is gone"));
+    }
     remove_file(tools, path, &store).await
 }
 

@@ -42,7 +42,7 @@ pub struct Family {
 }
 
 impl Family {
-    /// Asks `paths`, the files of a folder, for their parents. They may be in use.
+    /// Asks `paths`, the files of a folder, for their parents, and for files that hold their data. They may be in use.
     pub async fn ask<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf]) -> Self {
         let mut family = Self::default();
         for path in paths {
@@ -51,9 +51,9 @@ impl Family {
                 continue;
             }
             let Some(format) = may_have_parent(path) else { continue };
-            match named_parents(tools.asking, path, format).await {
-                Ok(parents) => {
-                    for parent in parents {
+            match named_files(tools.asking, path, format).await {
+                Ok(files) => {
+                    for parent in files {
                         let children = family.children.entry(parent).or_default();
                         children.push(path.clone());
                         children.dedup();
@@ -69,7 +69,7 @@ impl Family {
     }
 
     async fn note_claims<F: Files>(&mut self, tools: &Tools<'_, F>, path: &Path) {
-        match named_parents(tools.asking, path, Format::Qcow2).await {
+        match named_files(tools.asking, path, Format::Qcow2).await {
             Ok(parents) => {
                 let others = parents.into_iter().filter(|parent| parent != path);
                 self.claims.extend(others.map(|parent| (parent, path.to_owned())));
@@ -85,7 +85,7 @@ impl Family {
         self.claims.get(image).map(|path| &**path)
     }
 
-    /// The images that name the one at `image`, a canonical path, as their parent.
+    /// The images that name the one at `image`, a canonical path, as their parent, or as the file that holds their data.
     ///
     /// # Errors
     /// `Denied` when an image could not be asked.
@@ -106,6 +106,20 @@ pub fn may_have_parent(path: &Path) -> Option<Format> {
     let named = names::format_of(path);
     let is_unnamed = named.is_none() && names::disk_of(path).is_none();
     named.or(is_unnamed.then_some(Format::Qcow2)).filter(|format| format.about().has_parents)
+}
+
+/// The files without which the image at `path` is of no use, as far as they are there.
+async fn named_files<F: Files>(asking: &F, path: &Path, format: Format) -> Result<Vec<PathBuf>> {
+    let mut found = named_parents(asking, path, format).await?;
+    found.extend(named_data_file(asking, path, format).await?);
+    Ok(found)
+}
+
+/// The file that the image at `path` says holds its data, if that is there.
+pub(crate) async fn named_data_file<F: Files>(asking: &F, path: &Path, format: Format) -> Result<Option<PathBuf>> {
+    let store = asking.open(&path.into(), OpenMode::ReadOnly).await?;
+    let Some(name) = format.named_data_file(&store).await? else { return Ok(None) };
+    Ok(asking.canonical(&path.parent().unwrap_or(Path::new("/")).join(name)).await.ok())
 }
 
 /// The files that the image at `path` names as its parent, as far as they are there.
@@ -206,6 +220,11 @@ async fn judge<F: Files>(tools: &Tools<'_, F>, family: &Family, image: &Path) ->
         let what = format!("its child {} is being moved, and has no name of its own yet", shown(child));
         return Ok(Verdict::waits(what));
     }
+    for image in [image, child] {
+        if keeps_data_elsewhere(tools, image).await? {
+            return Ok(Verdict::waits(format!("{} keeps its data in another file, and is not merged", shown(image))));
+        }
+    }
     if described(tools, child, None).await?.which != Some(gone.child) {
         let now = shown(child);
         let why = format!("its child was another one when it was deleted, and is {now} now: delete it again");
@@ -256,6 +275,12 @@ pub(crate) async fn described<F: Files>(
     format: Option<Format>,
 ) -> Result<LayerInfo> {
     Ok(describe(tools.asking, tools.env.clone(), Locator::from(image), format).await?.layer)
+}
+
+/// True when the data of the image at `image` lie in another file.
+pub(crate) async fn keeps_data_elsewhere<F: Files>(tools: &Tools<'_, F>, image: &Path) -> Result<bool> {
+    let described = describe(tools.asking, tools.env.clone(), Locator::from(image), None).await?;
+    Ok(described.data_file.is_some())
 }
 
 /// What is there to be done, or to be waited for.

@@ -16,6 +16,7 @@ use spile_node::{Node, OldEpoch, close_gates};
 use crate::names;
 use crate::recover::recover;
 use crate::snapshot::{check_extension, child_format, refuse_job, remove_if_there};
+use crate::work::refuse_data_file;
 
 /// The way back of a disk.
 pub struct Back<'a, F: Files> {
@@ -127,6 +128,11 @@ impl<F: Files> Back<'_, F> {
         let (files, leaf) = (self.files, graph.handles()[0].clone());
         let (disk, store) = (leaf.path().to_owned(), leaf.image().store());
         refuse_job(files, &disk).await?;
+        refuse_data_file(
+            &leaf,
+            "a disk that goes back would leave that file behind",
+            "make a snapshot of the disk first, and go back then: spile snapshot",
+        )?;
         for layer in self.base.handles() {
             if files.is_at(store, layer.path()).await? {
                 let what = format!("{} needs what would be lost: it is {0} itself, or a child of it", disk.display());

@@ -350,8 +350,12 @@ fn told(error: Error, taken_back: Result<()>) -> Error {
 /// The storage's. The snapshot stays locked then, and the disk's flushes go on to cover it.
 pub async fn settle<F: Files>(files: &F, made: &Made<F::Store>, graph: &Graph<F::Store>) -> Result<()> {
     graph.seal_parents().await.at_path(&made.plan.snapshot)?;
+    let (image, data) = (made.old.image().store(), made.old.image().data_store());
+    if !std::ptr::eq(image, data) {
+        files.reopen(data, OpenMode::ReadOnly).await?;
+    }
     // The old store reads on under the reader's lock that this leaves to it.
-    files.reopen(made.old.image().store(), OpenMode::ReadOnly).await.map(drop)
+    files.reopen(image, OpenMode::ReadOnly).await.map(drop)
 }
 
 #[cfg(test)]

@@ -301,6 +301,21 @@ pub(crate) fn refuse_inner_snapshots<S: Store>(layer: &GraphLayer<S>, why: &str)
     Err(error.at_path(layer.path()).hint(hint))
 }
 
+/// Refuses an image that keeps its data in another file, which `why` cannot be.
+///
+/// # Errors
+/// `Unsupported`.
+pub(crate) fn refuse_data_file<S: Store>(layer: &GraphLayer<S>, why: &str, hint: &str) -> Result<()> {
+    use spile_image::layer::Layer as _;
+    match layer.image().data_file() {
+        Ok(None) => Ok(()),
+        _ => {
+            let error = Error::new(ErrorKind::Unsupported, format!("the image keeps its data in another file: {why}"));
+            Err(error.at_path(layer.path()).hint(hint))
+        }
+    }
+}
+
 /// The size of the image of `layer` in bytes.
 pub(crate) fn size_of<S: Store>(layer: &GraphLayer<S>) -> u64 {
     use spile_image::layer::Layer as _;

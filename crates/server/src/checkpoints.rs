@@ -568,7 +568,9 @@ pub async fn lose(path: &Path, no_lock: bool) -> Result<()> {
 fn place(graph: &Graph<HostStore>) -> Result<PathBuf> {
     let leaf = &graph.handles()[0];
     let path = leaf.path();
-    if path.is_absolute() && leaf.image().store().info().grows_zeroed {
+    // Of a write to a device by another program nothing can be seen, also where that holds the image's data alone.
+    let are_files = [leaf.image().store(), leaf.image().data_store()].iter().all(|store| store.info().grows_zeroed);
+    if path.is_absolute() && are_files {
         return Ok(path_to_be(path));
     }
     let error =

@@ -199,6 +199,7 @@ pub async fn open_keeping(cache: CacheMode, source: &Locator, options: &OpenOpti
     let layers = disk.layers();
     if let (Locator::Path(_), false) = (source, options.read_only || options.write_parent) {
         family::refuse_parent(&layers).await?;
+        family::refuse_shared_data(&disk).await?;
     }
     if let (Locator::Path(_), false) = (source, options.read_only) {
         for path in spile_life::recover(&files, &disk).await? {

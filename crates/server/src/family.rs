@@ -9,15 +9,15 @@ use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use spile_core::{Error, ErrorKind, Files as _, Result, ResultExt as _};
+use spile_core::{Error, ErrorKind, Files as _, Result, ResultExt as _, Store as _};
 use spile_engine::run_blocking;
-use spile_image::layer::Identity;
-use spile_image::{LayerInfo, is_child_of};
+use spile_image::layer::{Identity, Layer as _};
+use spile_image::{Graph, LayerInfo, is_child_of};
 use spile_life::base::refuse_merging;
 use spile_life::gc::may_have_parent;
 use spile_life::motion::is_parent;
 use spile_life::names;
-use spile_store::{CacheMode, OsFiles};
+use spile_store::{CacheMode, FileId, HostStore, OsFiles};
 
 /// The most names in a folder that are looked at.
 const MOST_NAMES: usize = 16 << 10;
@@ -61,6 +61,49 @@ pub async fn refuse_parent(layers: &[LayerInfo]) -> Result<()> {
             "open the child instead, or a new child of this disk (spile create --parent); or read this disk only; \
              --write-parent if the child is of no use any more",
         )),
+    }
+}
+
+/// Refuses to write to a disk whose image keeps its data in another file, when an image beside that file needs it, too: as its data, or as its parent; and
+/// when the name of that file says that it may have parents, which its guest would choose.
+///
+/// # Errors
+/// `Denied`, naming the other image.
+pub async fn refuse_shared_data(disk: &Graph<HostStore>) -> Result<()> {
+    let leaf = disk.handles()[0].image();
+    let (image, data) = (leaf.store(), leaf.data_store());
+    if std::ptr::eq(image, data) {
+        return Ok(());
+    }
+    if let Some(format) = names::format_of(data.path()).filter(|format| format.about().has_parents) {
+        let shown = data.path().display();
+        let what = format!("the name of its data file {shown} is that of a {format} image: its guest could write there which images are its parents");
+        let error = Error::new(ErrorKind::Denied, what).at_path(image.path());
+        return Err(error.hint("copy the disk: spile convert; or --write-parent, when its guest is trusted"));
+    }
+    let (found, are_all) = asked(data.path(), None, usize::MAX).await;
+    let beside_image = image.path().with_file_name(ANY_NAME);
+    let (more, are_more) = match image.path().parent() == data.path().parent() {
+        true => (Vec::new(), true),
+        false => asked_beside(&beside_image, data.path(), None, usize::MAX).await,
+    };
+    if !(are_all && are_more) {
+        let path = image.path().display();
+        tracing::warn!("{path}: not all images in its folder were asked whether they need its data");
+    }
+    // A snapshot that was broken off has left it a second name, which goes when the disk is open.
+    let is_itself = |other: &Path| match (other.metadata(), image.file_id()) {
+        (Ok(stat), Some(id)) => FileId::of(&stat) == id,
+        _ => other == image.path(),
+    };
+    match found.into_iter().chain(more).find(|other| !is_itself(other)) {
+        None => Ok(()),
+        Some(other) => {
+            let what =
+                format!("{} needs {}, too, which holds the data of this disk", other.display(), data.path().display());
+            let error = Error::new(ErrorKind::Denied, what).at_path(image.path());
+            Err(error.hint("two images of one data file spoil each other: see which of them is right, and remove the other; --write-parent if that one is of no use"))
+        }
     }
 }
 
@@ -118,7 +161,12 @@ async fn child_of(path: &Path, identity: Option<Identity>) -> Children {
 /// The first `most` images in the folder of the image at `path`, a canonical path, that say that it is their parent. False when some of
 /// the folder's images were not asked.
 async fn asked(path: &Path, identity: Option<Identity>, most: usize) -> (Vec<PathBuf>, bool) {
-    let ours = path.to_owned();
+    asked_beside(path, path, identity, most).await
+}
+
+/// As [`asked`], of the images in the folder of `beside`, but for that itself.
+async fn asked_beside(beside: &Path, path: &Path, identity: Option<Identity>, most: usize) -> (Vec<PathBuf>, bool) {
+    let ours = beside.to_owned();
     // A guest can write what looks like an image into a raw one: what its name calls raw is not asked.
     let looked =
         run_blocking(path, move || neighbours(&ours, MOST_IMAGES, |other| may_have_parent(other).is_some())).await;

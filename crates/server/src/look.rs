@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
-use spile_core::Env as _;
+use spile_core::{Env as _, Store as _};
 use spile_engine::{OsEnv, run_blocking, sleep};
-use spile_image::Graph;
 use spile_image::layer::Layer as _;
+use spile_image::{Graph, GraphLayer};
 use spile_life::changes::Found;
 use spile_life::changes::header::Stamp;
 use spile_store::{FileId, FileTimes, HostStore};
@@ -92,7 +92,10 @@ pub async fn last_stamp(graph: &Graph<HostStore>) -> Stamp {
     loop {
         let found = stamp(graph).await;
         let leaf = graph.handles()[0].path().to_owned();
-        let written = run_blocking(&leaf.clone(), move || leaf.metadata().and_then(|stat| stat.modified()).ok()).await;
+        let data = data_file(&graph.handles()[0]);
+        let modified = |path: &Path| path.metadata().and_then(|stat| stat.modified()).ok();
+        let written =
+            run_blocking(&leaf.clone(), move || modified(&leaf).max(data.as_deref().and_then(modified))).await;
         let age = written.and_then(|at| SystemTime::now().duration_since(at).ok());
         match age {
             Some(age) if age <= COARSEST => sleep(COARSEST).await,
@@ -105,19 +108,28 @@ pub async fn last_stamp(graph: &Graph<HostStore>) -> Stamp {
 /// changed blocks.
 pub async fn found(graph: &Graph<HostStore>, side: &Path) -> Found {
     let leaf = graph.handles()[0].image().store().found();
-    let (layers, beside) = (paths(graph), side.to_owned());
+    let (layers, beside, data) = (paths(graph), side.to_owned(), data_file(&graph.handles()[0]));
     let look = move || {
         let mount_id = mount_id(&beside);
         let Some(leaf) = leaf else { return Found { stamp: unlike_any(), is_written_behind: true, mount_id } };
-        let is_written_behind = boot_time().and_then(|boot| is_written_behind(&leaf, &beside, boot)).unwrap_or(true);
+        let data = data.and_then(|data| data.metadata().ok()).map_or(0, |stat| FileTimes::of(&stat).modified_ns);
+        let last = FileTimes { modified_ns: leaf.modified_ns.max(data), ..leaf };
+        let is_written_behind = boot_time().and_then(|boot| is_written_behind(&last, &beside, boot)).unwrap_or(true);
         Found { stamp: stamp_of(&leaf, &layers[1..]), is_written_behind, mount_id }
     };
     run_blocking(side, look).await
 }
 
-/// The layers' paths, leaf first.
+/// The layers' paths, leaf first, and those of other files that hold their data.
 fn paths(graph: &Graph<HostStore>) -> Vec<PathBuf> {
-    graph.handles().iter().map(|layer| layer.path().to_owned()).collect()
+    let layers = graph.handles().iter().map(|layer| layer.path().to_owned());
+    layers.chain(graph.handles().iter().filter_map(|layer| data_file(layer))).collect()
+}
+
+/// The file that holds the data of `layer`, if that is another one: who writes there need not write to the image.
+fn data_file(layer: &GraphLayer<HostStore>) -> Option<PathBuf> {
+    let (image, data) = (layer.image().store(), layer.image().data_store());
+    (!std::ptr::eq(image, data)).then(|| data.path().to_owned())
 }
 
 fn stamp_of(leaf: &FileTimes, parents: &[PathBuf]) -> Stamp {

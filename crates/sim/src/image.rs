@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Files, Io, OpenMode, Result};
+use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Files, Io, OpenMode, Result, Segments};
 use spile_image::check::Severity;
 use spile_image::formats::vhd::codec::footer::DiskType;
 use spile_image::formats::vhd::{self, CreateParams, VhdParent};
@@ -12,7 +12,7 @@ use spile_node::Aligned;
 
 use crate::pages::Pages;
 use crate::past::Past;
-use crate::qcow2::Form;
+use crate::qcow2::{DataFile, Form};
 use crate::rng::Rng;
 use crate::store::SimStore;
 use crate::subject::Subject;
@@ -33,10 +33,32 @@ pub enum Kind {
     Qcow2,
     /// A qcow2 image on one to three parents, the lowest of any other kind, the others qcow2.
     Qcow2Chain,
+    /// A qcow2 image that keeps its data in another file.
+    Qcow2Data,
+    /// A qcow2 image whose data file is the disk as it is.
+    Qcow2Raw,
+    /// As [`Kind::Qcow2Chain`], with the data of the leaf and of some parents in other files.
+    Qcow2DataChain,
 }
 
 /// All kinds.
-const KINDS: [Kind; 6] = [Kind::Raw, Kind::Fixed, Kind::Dynamic, Kind::Chain, Kind::Qcow2, Kind::Qcow2Chain];
+const KINDS: [Kind; 9] = [
+    Kind::Raw,
+    Kind::Fixed,
+    Kind::Dynamic,
+    Kind::Chain,
+    Kind::Qcow2,
+    Kind::Qcow2Chain,
+    Kind::Qcow2Data,
+    Kind::Qcow2Raw,
+    Kind::Qcow2DataChain,
+];
+
+/// The longest disk with a raw data file: all of it is compared after each life.
+const RAW_BYTES: u64 = 4 << 20;
+
+/// What the files that hold data are called, by the number of their layer.
+const DATA_FILES: [&str; 4] = ["layer0.data", "layer1.data", "layer2.data", "layer3.data"];
 
 impl Kind {
     /// The kind's name on the command line.
@@ -48,11 +70,15 @@ impl Kind {
             Kind::Chain => "chain",
             Kind::Qcow2 => "qcow2",
             Kind::Qcow2Chain => "qcow2-chain",
+            Kind::Qcow2Data => "qcow2-data",
+            Kind::Qcow2Raw => "qcow2-raw",
+            Kind::Qcow2DataChain => "qcow2-data-chain",
         }
     }
 
     pub(crate) fn is_qcow2(self) -> bool {
-        matches!(self, Kind::Qcow2 | Kind::Qcow2Chain)
+        use Kind::{Qcow2, Qcow2Chain, Qcow2Data, Qcow2DataChain, Qcow2Raw};
+        matches!(self, Qcow2 | Qcow2Chain | Qcow2Data | Qcow2Raw | Qcow2DataChain)
     }
 
     /// The extension of its files, and what qcow2 calls its format.
@@ -60,7 +86,7 @@ impl Kind {
         match self {
             Kind::Raw => ("raw", "raw"),
             Kind::Fixed | Kind::Dynamic | Kind::Chain => ("vhd", "vpc"),
-            Kind::Qcow2 | Kind::Qcow2Chain => ("qcow2", "qcow2"),
+            _ => ("qcow2", "qcow2"),
         }
     }
 
@@ -130,13 +156,28 @@ impl Image {
                 layers.push(LayerPlan::draw(&mut rng, Kind::Chain, least));
             }
         }
-        if kind == Kind::Qcow2Chain {
+        if matches!(kind, Kind::Qcow2Chain | Kind::Qcow2DataChain) {
             let base = *rng.pick(&[Kind::Raw, Kind::Fixed, Kind::Dynamic, Kind::Qcow2]);
             layers[0] = LayerPlan::draw(&mut rng, base, 0);
             for _ in 0..rng.between(1, 3) {
                 let least = layers[layers.len() - 1].size_bytes;
                 layers.push(LayerPlan::draw(&mut rng, kind, least));
             }
+        }
+        let apart = |layer: usize, is_raw| DataFile { name: DATA_FILES[layer], is_raw };
+        let leaf = layers.len() - 1;
+        match kind {
+            Kind::Qcow2Data | Kind::Qcow2Raw => {
+                layers[0].form = layers[0].form.with_data_file(apart(0, kind == Kind::Qcow2Raw));
+            }
+            Kind::Qcow2DataChain => {
+                for (number, layer) in layers.iter_mut().enumerate().filter(|(_, layer)| layer.kind == kind) {
+                    if number == leaf || rng.chance(1, 2) {
+                        layer.form = layer.form.with_data_file(apart(number, false));
+                    }
+                }
+            }
+            _ => {}
         }
         let cache_bytes = *rng.pick(&[64 << 10, 1 << 20, 64 << 20]);
         Self { layers, aligned: rng.chance(1, 2), cache_bytes, past: Past::draw(&mut Rng::new(seed).split(31)) }
@@ -153,16 +194,14 @@ impl Image {
     }
 
     pub(crate) async fn chain(&self, world: &World, layer: usize, read_only: bool) -> Result<Graph<SimStore>> {
-        let options = OpenOptions { read_only, metadata_cache_bytes: self.cache_bytes, ..OpenOptions::default() };
+        let (metadata_cache_bytes, allow_data_file) = (self.cache_bytes, true);
+        let options = OpenOptions { read_only, metadata_cache_bytes, allow_data_file, ..OpenOptions::default() };
         Graph::open(&world.files(), world.env(), &self.path(layer), &options).await
     }
 
     async fn params(&self, world: &World, layer: usize) -> Result<CreateParams> {
         let plan = &self.layers[layer];
         let mut params = match plan.kind {
-            Kind::Raw | Kind::Fixed | Kind::Qcow2 | Kind::Qcow2Chain => {
-                CreateParams::new(DiskType::Fixed, plan.size_bytes)
-            }
             Kind::Dynamic => CreateParams::new(DiskType::Dynamic, plan.size_bytes),
             Kind::Chain => {
                 let parent = self.chain(world, layer - 1, true).await?.layers().swap_remove(0);
@@ -178,6 +217,7 @@ impl Image {
                     },
                 )
             }
+            _ => CreateParams::new(DiskType::Fixed, plan.size_bytes),
         };
         params.block_size_bytes = plan.block_bytes;
         Ok(params)
@@ -189,10 +229,40 @@ impl Image {
             true => world.install_device(&path, plan.first_device_bytes(), plan.device_bytes()),
             false => world.install_empty(&path, 0),
         }
-        let parent =
-            (plan.kind == Kind::Qcow2Chain).then(|| (self.name(layer - 1), self.layers[layer - 1].kind.extension().1));
+        let parent = matches!(plan.kind, Kind::Qcow2Chain | Kind::Qcow2DataChain)
+            .then(|| (self.name(layer - 1), self.layers[layer - 1].kind.extension().1));
         let parent = parent.as_ref().map(|(name, format)| (name.as_str(), *format));
+        if let Some(data) = self.data_path(layer) {
+            plan.form.install_data_file(world, &data, plan.size_bytes);
+        }
         plan.form.install(world, &path, plan.size_bytes, plan.block_bytes, parent).await
+    }
+
+    /// The path of the file that holds the data of a layer, if that is another one.
+    fn data_path(&self, layer: usize) -> Option<PathBuf> {
+        self.layers[layer].form.data_file.map(|data| PathBuf::from("/images").join(data.name))
+    }
+
+    /// A raw data file is the disk, for whoever knows nothing of the image.
+    async fn check_raw(&self, world: &World, layer: usize) -> Result<(), String> {
+        let is_raw = self.layers[layer].form.data_file.is_some_and(|data| data.is_raw);
+        let Some(data) = self.data_path(layer).filter(|_| is_raw).and_then(|path| world.view(&path)) else {
+            return Ok(());
+        };
+        let disk = self.chain(world, layer, true).await.map_err(|error| format!("{error:?}"))?;
+        let (size, mut at) = (disk.info().size_bytes, 0);
+        while at < size {
+            let len = (size - at).min(64 << 10);
+            let bytes = Segments::zeroed(len as usize);
+            disk.read(Extent::from_range(at..at + len), &bytes).await.map_err(|error| format!("{error:?}"))?;
+            let mut alone = vec![0; len as usize];
+            data.read(at, &mut alone);
+            if bytes.to_vec() != alone {
+                return Err(format!("the raw data file is not what the disk shows, behind {at:#x}"));
+            }
+            at += len;
+        }
+        Ok(())
     }
 
     async fn check_layer(&self, world: &World, layer: usize) -> Result<(), String> {
@@ -214,7 +284,7 @@ impl LayerPlan {
         match self.kind {
             Kind::Raw => Format::Raw,
             Kind::Fixed | Kind::Dynamic | Kind::Chain => Format::Vhd,
-            Kind::Qcow2 | Kind::Qcow2Chain => Format::Qcow2,
+            _ => Format::Qcow2,
         }
     }
 
@@ -233,9 +303,7 @@ impl LayerPlan {
         match self.kind {
             Kind::Raw | Kind::Fixed => self.device_bytes(),
             Kind::Dynamic | Kind::Chain => (4 << 20) + block + 8192,
-            Kind::Qcow2 | Kind::Qcow2Chain => {
-                self.form.empty_image(self.size_bytes, self.block_bytes, None).len() as u64 + 8 * block
-            }
+            _ => self.form.empty_image(self.size_bytes, self.block_bytes, None).len() as u64 + 8 * block,
         }
     }
 
@@ -252,7 +320,8 @@ impl LayerPlan {
         let block_bytes = *rng.pick(&[4096, 64 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20]);
         // A block of 4 KiB is for small disks: each is an entry.
         let block_bytes = if size_bytes > 8 << 20 { block_bytes.max(64 << 10) } else { block_bytes };
-        let size_bytes = size_bytes.max(least_bytes).max(4096);
+        let most_bytes = if kind == Kind::Qcow2Raw { RAW_BYTES } else { u64::MAX };
+        let size_bytes = size_bytes.max(least_bytes).clamp(4096, most_bytes);
         let form = Form::default();
         if !kind.is_qcow2() {
             return Self { kind, size_bytes, block_bytes, form };
@@ -313,6 +382,7 @@ impl Subject for Image {
             }
         }
         let leaf = self.layers.len() - 1;
+        self.check_raw(world, leaf).await?;
         let sparse = matches!(self.leaf().kind, Kind::Dynamic | Kind::Chain);
         match world.view(&self.path(leaf)) {
             Some(view) if clean && sparse => check_closed(&view),

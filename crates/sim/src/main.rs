@@ -23,7 +23,8 @@ spile-sim: runs the image code against a simulated host and crashes it anywhere
 
   --seeds N        how many seeds to run (default 1000)
   --start S        the first of them (default 0)
-  --kind KIND      raw, fixed, dynamic, chain, qcow2 or qcow2-chain (default: the seed decides)
+  --kind KIND      raw, fixed, dynamic, chain, qcow2, qcow2-chain, qcow2-data, qcow2-raw or qcow2-data-chain
+                   (default: the seed decides)
   --exchange       snapshots of one or several disks are made under load; on one thread
   --merge          layers are merged and leaves flattened under load; on one thread
   --gc             images are deleted, cloned and collected, under load and not; on one thread

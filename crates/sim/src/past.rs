@@ -67,7 +67,8 @@ impl Image {
         let (plan, past) = (&self.layers[layer], &self.past);
         let is_leaf = layer + 1 == self.layers.len();
         past.hold(None);
-        if !plan.kind.is_qcow2() || plan.size_bytes > MOST_BYTES || world.hardware().devices {
+        let may_have_one = plan.kind.is_qcow2() && plan.form.data_file.is_none();
+        if !may_have_one || plan.size_bytes > MOST_BYTES || world.hardware().devices {
             return Ok(());
         }
         let held = content(self.chain(world, layer, false).await?).await?;

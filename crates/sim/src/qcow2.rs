@@ -16,6 +16,17 @@ pub struct Form {
     pub is_extended: bool,
     /// The width of a refcount in bits, as a power of two; 4 in version 2.
     pub refcount_order: u32,
+    /// The file that holds the data, if that is another one; not in version 2.
+    pub data_file: Option<DataFile>,
+}
+
+/// A file that holds an image's data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DataFile {
+    /// Its name, beside the image.
+    pub name: &'static str,
+    /// It is the disk's content as it is.
+    pub is_raw: bool,
 }
 
 /// True for the seeds that draw qcow2 images, in the modes that had VHDs only at first. The other seeds stay what they were, so those that
@@ -29,9 +40,18 @@ impl Form {
     pub fn draw(rng: &mut Rng, cluster_bytes: u32) -> Self {
         let (is_version_2, extended, order) = (rng.chance(1, 5), rng.chance(1, 2), rng.below(7) as u32);
         match is_version_2 {
-            true => Self { is_version_2, is_extended: false, refcount_order: 4 },
-            false => Self { is_version_2, is_extended: extended && cluster_bytes >= 16 << 10, refcount_order: order },
+            true => Self { is_version_2, refcount_order: 4, ..Self::default() },
+            false => {
+                let is_extended = extended && cluster_bytes >= 16 << 10;
+                Self { is_extended, refcount_order: order, ..Self::default() }
+            }
         }
+    }
+
+    /// The same with its data in another file.
+    pub fn with_data_file(self, data_file: DataFile) -> Self {
+        let refcount_order = if self.is_version_2 { 4 } else { self.refcount_order };
+        Self { is_version_2: false, refcount_order, data_file: Some(data_file), ..self }
     }
 
     /// Puts an empty image of `size_bytes` into the empty file or device at `path`, durable. `parent` is the name of its parent and what
@@ -51,6 +71,17 @@ impl Form {
         let store = world.files().open(&path.into(), OpenMode::ReadWrite).await?;
         store.write_at(StoreOffset(0), &Segments::copied(&bytes), Via::Cached).await?;
         store.sync().await
+    }
+
+    /// Puts the file of so many bytes there that is to hold the data, if that is another one, durable: with what somebody else has left in it, unless it
+    /// is to be the disk as it is.
+    pub(crate) fn install_data_file(&self, world: &World, path: &Path, size_bytes: u64) {
+        let Some(DataFile { is_raw, .. }) = self.data_file else { return };
+        match (is_raw, world.hardware().devices) {
+            (true, _) => world.install_empty(path, size_bytes),
+            (false, true) => world.install_device(path, size_bytes, size_bytes),
+            (false, false) => world.install(path, &vec![0xd7; size_bytes as usize]),
+        }
     }
 
     /// The first bytes of an empty image, which is zero behind them: the header, the refcount table with the blocks that count all of
@@ -90,10 +121,19 @@ impl Form {
         put(56, &1u32.to_be_bytes());
         let mut at = 72;
         if !self.is_version_2 {
-            put(72, &(if self.is_extended { 1u64 << 4 } else { 0 }).to_be_bytes());
+            let extended = if self.is_extended { 1u64 << 4 } else { 0 };
+            let apart = if self.data_file.is_some() { 1 << 2 } else { 0 };
+            put(72, &(extended | apart).to_be_bytes());
             put(96, &self.refcount_order.to_be_bytes());
             put(100, &112u32.to_be_bytes());
             at = 112;
+        }
+        if let Some(DataFile { name, is_raw }) = self.data_file {
+            put(88, &(if is_raw { 1u64 << 1 } else { 0 }).to_be_bytes());
+            put(at, &0x4441_5441_u32.to_be_bytes());
+            put(at + 4, &(name.len() as u32).to_be_bytes());
+            put(at + 8, name.as_bytes());
+            at += 8 + (name.len() as u64).next_multiple_of(8);
         }
         if let Some((name, format)) = parent {
             put(at, &0xe279_2aca_u32.to_be_bytes());

@@ -61,6 +61,15 @@ pub trait ImageFormat {
     /// As [`ImageFormat::open`].
     fn named_parent<S: Store>(store: &S) -> impl Future<Output = Result<Option<ParentRef>>>;
 
+    /// The file that the image in `store` says holds its data, if that is another one: a path, relative to the image's folder.
+    ///
+    /// # Errors
+    /// As [`ImageFormat::open`].
+    fn named_data_file<S: Store>(store: &S) -> impl Future<Output = Result<Option<PathBuf>>> {
+        let _ = store;
+        async { Ok(None) }
+    }
+
     /// Writes an empty image into `store`, which is empty itself or a device. Everything is durable when it returns.
     ///
     /// # Errors

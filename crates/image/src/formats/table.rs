@@ -59,6 +59,16 @@ macro_rules! formats {
                 }
             }
 
+            /// The file that the image in `store` says holds its data, as [`ImageFormat::named_data_file`] says.
+            ///
+            /// # Errors
+            /// As [`ImageFormat::named_data_file`].
+            pub async fn named_data_file<S: Store>(self, store: &S) -> Result<Option<PathBuf>> {
+                match self {
+                    $(Self::$name => <$format as ImageFormat>::named_data_file(store).await,)+
+                }
+            }
+
             async fn create_any<S: Store>(self, store: &S, env: &dyn Env, new: &NewImage) -> Result<()> {
                 match self {
                     $(Self::$name => <$format>::create(store, env, new).await,)+

@@ -16,6 +16,8 @@ mod qcow2_cases;
 mod qcow2_chains;
 mod qcow2_check;
 mod qcow2_create;
+mod qcow2_data_file;
+mod qcow2_data_file_on_host;
 mod qcow2_image;
 mod qcow2_internal;
 mod qcow2_life;

@@ -11,7 +11,7 @@ use crate::gone::Gone;
 use crate::jobs::Merged;
 use crate::motion::is_parent;
 use crate::names;
-use crate::work::{GraphOf, LayerOf, Work, refuse_inner_snapshots, size_of};
+use crate::work::{GraphOf, LayerOf, Work, refuse_data_file, refuse_inner_snapshots, size_of};
 
 /// What was found before a merge begins.
 pub(super) struct Checked {
@@ -20,6 +20,9 @@ pub(super) struct Checked {
     /// Children of the layer that the disk does not use.
     pub others: Vec<PathBuf>,
 }
+
+/// What to do where a data file keeps an image from being merged.
+const NO_MERGE_HINT: &str = "flatten the disk: then it needs no parent; or copy it: spile convert";
 
 /// The number of the layer of `graph` that is called `name`: a path, a file name, or a file name without its extension. Without a
 /// name, the leaf.
@@ -112,6 +115,11 @@ pub(super) async fn check<F: Files>(
     };
     for image in [layer, parent] {
         check_place(image.path())?;
+        refuse_data_file(image, "it is not merged", NO_MERGE_HINT)?;
+    }
+    if number > 1 {
+        // Its file is opened anew to name the parent.
+        refuse_data_file(&graph.handles()[number - 1], "its parent is not merged", NO_MERGE_HINT)?;
     }
     refuse_inner_snapshots(layer, "they would go with its file")?;
     check_sizes(graph, number)?;
@@ -121,13 +129,18 @@ pub(super) async fn check<F: Files>(
     check_mark(work, graph, number, keeps_name).await?;
     let others = other_children(work, graph, number).await?;
     for other in &others {
-        if !Format::from_extension(other).is_some_and(|format| format.about().has_parents) {
+        let Some(format) = Format::from_extension(other).filter(|format| format.about().has_parents) else {
             let what =
                 format!("{} is a child of this image, too, and its name does not say its format", other.display());
             return Err(refuse(ErrorKind::Unsupported, what, layer.path(), "give it the extension of its format"));
-        }
+        };
         // Somebody who has it open would go on with a parent that is gone.
-        work.files.open(&other.as_path().into(), OpenMode::ReadWrite).await.map_err(|error| just_gone(error, other))?;
+        let opened = work.files.open(&other.as_path().into(), OpenMode::ReadWrite).await;
+        let store = opened.map_err(|error| just_gone(error, other))?;
+        if format.named_data_file(&store).await?.is_some() {
+            let what = format!("{} is a child of this image, too, and keeps its data in another file", other.display());
+            return Err(refuse(ErrorKind::Unsupported, what, layer.path(), NO_MERGE_HINT));
+        }
     }
     by_content::check(work, graph, number, &others).await?;
     if number == 0

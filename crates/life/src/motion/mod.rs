@@ -47,7 +47,7 @@ use crate::jobs::note::{Copied, There};
 use crate::jobs::{Note, Plan, State, which};
 use crate::names;
 use crate::snapshot::remove_if_there;
-use crate::work::{GraphOf, Work};
+use crate::work::{GraphOf, Work, refuse_data_file};
 pub(crate) use back::BACK_THERE;
 use back::Left;
 pub use back::{CameFrom, forget_what_is_over};
@@ -136,6 +136,9 @@ async fn next_attempt<F: Files>(work: &Work<'_, F>, disk: &Path, plan: &Move) ->
 
 async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move, kept: &mut Option<Place>) -> Result<()> {
     let source = work.settled().await?;
+    for layer in source.handles() {
+        refuse_data_file(layer, "a disk with it is not moved", "copy the disk into one file first: spile convert")?;
+    }
     let place = kept.insert(Box::pin(Place::find(work, &source, plan)).await?);
     if let Some(disk) = &place.disk {
         crate::finish_left(work, disk).await?;

@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use spile_core::{Disk, Error, ErrorKind, Locator, Result};
+use spile_core::{Disk, Error, ErrorKind, Locator, Result, Store as _};
 use spile_engine::{Engine, FileKey};
 use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph, GraphLayer, OpenOptions};
@@ -387,8 +387,8 @@ fn tell_failed_syncs(graph: &Graph<HostStore>, name: &str, failed_syncs: &[Faile
         return;
     }
     failed_syncs.iter().for_each(|failed| tracing::error!("{failed}"));
-    let leaf = graph.layers()[0].path.display().to_string();
-    let parents = failed_syncs.iter().map(|failed| failed.path.as_str()).filter(|path| *path != leaf);
+    let own: Vec<_> = failed_syncs::stores_of(&graph.handles()[0]).map(|store| store.path().display().to_string()).collect();
+    let parents = failed_syncs.iter().map(|failed| failed.path.as_str()).filter(|path| own.iter().all(|own| own != path));
     let commands: Vec<_> = parents.chain([name]).map(|disk| format!("`spile accept-loss {disk}`")).collect();
     tracing::error!("every flush of the disk {name:?} fails until {}", commands.join(" and then "));
 }
@@ -399,7 +399,7 @@ fn refuse_our_own(busy: &Error, served: &[Open]) -> Result<()> {
     let Ok(file) = std::fs::metadata(path).map(|stat| FileId::of(&stat)) else { return Ok(()) };
     let has_it = |open: &&Open| {
         let graph = open.disk.graph_now();
-        graph.is_some_and(|graph| graph.handles().iter().any(|layer| layer.image().store().file_id() == Some(file)))
+        graph.is_some_and(|graph| failed_syncs::stores(&graph).any(|store| store.file_id() == Some(file)))
     };
     let Some(open) = served.iter().find(has_it) else { return Ok(()) };
     Err(Error::new(ErrorKind::Busy, format!("the file is in use by the disk {:?} of this server", open.name))
@@ -587,11 +587,11 @@ pub fn close(engine: &Engine, disks: Vec<Open>, mut result: Result<()>) -> Resul
     result
 }
 
-/// The files of a disk's images.
+/// The files of a disk's images, and those that hold their data.
 fn files(open: &Open) -> Vec<FileKey> {
     let graph = open.disk.graph_now();
-    let images = graph.iter().flat_map(|graph| graph.handles());
-    images.filter_map(|layer| layer.image().store().key()).chain(open.checkpoints.key()).collect()
+    let stores = graph.iter().flat_map(|graph| failed_syncs::stores(graph));
+    stores.filter_map(|store| store.key()).chain(open.checkpoints.key()).collect()
 }
 
 /// Each disk's export names, by the rule in the help of `spile serve`.

@@ -23,8 +23,8 @@ use rustix::fs::{AtFlags, Statx, StatxFlags, makedev, statx};
 use serde::{Deserialize, Serialize};
 use spile_core::{Env, Error, ErrorKind, Locator, Result, Store};
 use spile_engine::OsEnv;
-use spile_image::Graph;
 use spile_image::layer::Layer as _;
+use spile_image::{Graph, GraphLayer};
 use spile_life::motion::Order;
 use spile_nbd_wire::uri::NbdUri;
 use spile_store::{AnyStore, FileId, HostStore, canonical_address};
@@ -220,8 +220,16 @@ fn place(store: &AnyStore) -> String {
     store.path().display().to_string()
 }
 
-fn stores(graph: &Graph<HostStore>) -> impl Iterator<Item = &AnyStore> {
-    graph.handles().iter().map(|layer| &**layer.image().store())
+/// The stores of all layers, the leaf's first.
+pub(super) fn stores(graph: &Graph<HostStore>) -> impl Iterator<Item = &AnyStore> {
+    graph.handles().iter().flat_map(|layer| stores_of(layer))
+}
+
+/// The store of an image, and that of its data where they lie in another file.
+pub(super) fn stores_of(layer: &GraphLayer<HostStore>) -> impl Iterator<Item = &AnyStore> {
+    let (image, data) = (layer.image().store(), layer.image().data_store());
+    let data = (!std::ptr::eq(image, data)).then_some(&**data);
+    std::iter::once(&**image).chain(data)
 }
 
 /// Finds the marks of all layers of a disk, the leaf first. Each failed sync has the place where its layer is now.
@@ -266,9 +274,18 @@ pub struct Accepted {
 /// The system's, when the mark cannot be removed.
 pub fn accept(graph: &Graph<HostStore>) -> Result<Accepted> {
     let failed_sync = find(graph);
+    let own = stores_of(&graph.handles()[0]).count();
     let stores: Vec<_> = stores(graph).collect();
     let remaining = match (Marks::of_host(), &stores[..]) {
-        (Ok(marks), [leaf, parents @ ..]) => accept_leaf(&marks, leaf, parents)?,
+        (Ok(marks), [leaf, ..]) => {
+            for data in &stores[1..own] {
+                if let Some((key, _)) = known(data) {
+                    marks.remove(&key)?;
+                }
+                data.forget_failed_sync();
+            }
+            accept_leaf(&marks, leaf, &stores[own..])?
+        }
         _ => {
             stores.into_iter().for_each(AnyStore::forget_failed_sync);
             Vec::new()

@@ -8,6 +8,7 @@ use spile_sim::explore::{Finding, Options, Summary, explore};
 use spile_sim::faults::{Choice, How, Sabotage, Touch};
 use spile_sim::image::{Image, Kind};
 use spile_sim::oracle::Crash;
+use spile_sim::pages::Pages;
 use spile_sim::past::Past;
 use spile_sim::plan::{Life, Plan, Weights};
 use spile_sim::rng::Rng;
@@ -193,4 +194,98 @@ fn case_52_data_are_durable_before_the_entry_that_shows_them() {
     let entry: Choice = entries(|_| true);
     let sabotage = Sabotage::SkipSyncOf { of: data, unless: entry };
     bites(Kind::Qcow2Chain, "an entry is written without a sync of the data before", CONTENT, sabotage);
+}
+
+/// True for the data file: the image has its magic at its start, and no guest writes that.
+fn is_data_file(view: &Pages) -> bool {
+    let mut magic = [0; 4];
+    view.read(0, &mut magic);
+    &magic != b"QFI\xfb"
+}
+
+/// Lives that are cut off by a power cut, with no flush between: whatever is shown then was shown before, or was written.
+fn never_flushed(kind: Kind) -> impl Fn(u64, &Options) -> Result<Summary, Finding> {
+    move |seed, options| {
+        let image = Image::draw(seed, Some(kind));
+        let mut plan = Plan::draw(seed, image.leaf().size_bytes, image.leaf().block_bytes.into());
+        plan.hardware.devices = false;
+        plan.weights = Weights { write: 40, fua: 0, read: 10, flush: 0, discard: 5, zeroes: 5, extents: 0 };
+        let mut rng = Rng::new(seed).split(91);
+        plan.lives = (0..6).map(|_| cut_life(&mut rng)).collect();
+        explore(image, plan, options)
+    }
+}
+
+#[test]
+fn seeds_of_images_with_data_files_find_nothing() {
+    finds_nothing(Kind::Qcow2Data, 0..200, Mode::Random);
+    finds_nothing(Kind::Qcow2Raw, 0..200, Mode::Random);
+}
+
+#[test]
+fn seeds_of_chains_with_data_files_find_nothing() {
+    finds_nothing(Kind::Qcow2DataChain, 0..200, Mode::Random);
+}
+
+#[test]
+fn a_crash_at_every_step_of_images_with_data_files_finds_nothing() {
+    for kind in [Kind::Qcow2Data, Kind::Qcow2Raw] {
+        // Each of the many runs makes the data file anew: a small one.
+        let is_small = |seed: &u64| Image::draw(*seed, Some(kind)).leaf().size_bytes <= 256 << 10;
+        let seed = (0..).find(is_small).unwrap();
+        finds_nothing(kind, seed..seed + 1, Mode::EveryStep);
+    }
+}
+
+#[test]
+fn what_a_data_file_holds_is_durable_before_an_entry_shows_it() {
+    let data: Choice = Arc::new(|view, touch| is_data_file(view) && matches!(touch.how, How::Write(_) | How::Zero));
+    let sabotage = Sabotage::SkipSyncOf { of: data, unless: Arc::new(|_, _| false) };
+    bites_in(
+        never_flushed(Kind::Qcow2Data),
+        "an entry shows the data file before its bytes are durable",
+        CONTENT,
+        sabotage,
+    );
+}
+
+#[test]
+fn what_was_in_a_data_file_before_is_not_shown() {
+    let sabotage = Sabotage::Lost(Arc::new(|view, touch| is_data_file(view) && touch.how == How::Zero));
+    bites(Kind::Qcow2Data, "the rest of a cluster keeps its old bytes", CONTENT, sabotage);
+}
+
+#[test]
+fn what_is_copied_around_a_write_is_there_before_the_data_file_is_shown() {
+    // Of a write that copies, what comes from the parents is written behind the guest's bytes.
+    let sabotage = Sabotage::Late(Arc::new(|view, touch| is_data_file(view) && matches!(touch.how, How::Write(_))));
+    bites(Kind::Qcow2DataChain, "an entry shows the data file before it is written", CONTENT, sabotage);
+}
+
+#[test]
+fn a_flush_syncs_the_data_file() {
+    let data: Choice = Arc::new(|view, touch| is_data_file(view) && matches!(touch.how, How::Write(_)));
+    for kind in [Kind::Qcow2Data, Kind::Qcow2Raw] {
+        let sabotage = Sabotage::SkipSyncOf { of: data.clone(), unless: Arc::new(|_, _| false) };
+        bites(kind, "a flush syncs the image only", CONTENT, sabotage);
+    }
+}
+
+#[test]
+fn a_flush_syncs_the_image_of_a_data_file() {
+    let sabotage = Sabotage::SkipSyncOf { of: entries(|_| true), unless: Arc::new(|_, _| false) };
+    bites(Kind::Qcow2Data, "a flush syncs the data file only", CONTENT, sabotage);
+}
+
+#[test]
+fn an_entry_shows_a_raw_data_file_durably_before_it_is_written() {
+    let sabotage = Sabotage::Unsynced(entries(|_| true));
+    let sign = "the raw data file is not what the disk shows";
+    bites_in(never_flushed(Kind::Qcow2Raw), "a raw data file is written before its entry is durable", sign, sabotage);
+}
+
+#[test]
+fn a_discard_reaches_a_raw_data_file() {
+    let sabotage = Sabotage::Lost(Arc::new(|view, touch| is_data_file(view) && touch.how == How::Zero));
+    bites(Kind::Qcow2Raw, "zeroes do not reach the raw data file", CONTENT, sabotage);
 }

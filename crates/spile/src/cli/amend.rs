@@ -187,8 +187,8 @@ fn refusal(name: &str) -> Error {
         ),
         "preallocation" => ("only a new image gets its space at once", "spile create --preallocate=HOW"),
         "data_file" | "data_file_raw" => (
-            "images with a data file are not written here",
-            "qemu-img amend changes them; or copy the disk: spile convert",
+            "an image keeps its data where they are",
+            "spile create --data-file makes a disk that has them elsewhere; qemu-img amend names another file, or none, in an image that has one",
         ),
         _ if name.starts_with("encrypt") => {
             ("encrypted images are not written here", "qemu-img amend changes their keys")

@@ -70,6 +70,9 @@ pub(super) struct JobArgs {
     /// Follow parents of a disk that no server has into this folder, too (may be given several times)
     #[arg(long, value_name = "DIR")]
     allow_parents: Vec<PathBuf>,
+    /// Let images of a disk that no server has keep their data in other files, which they name themselves and which lie where parents may
+    #[arg(long)]
+    allow_data_file: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -221,8 +224,12 @@ fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
     }
     let signals = EndSignals::block()?;
     let at = existing(args.which.disk_path())?;
-    let options =
-        OpenOptions { format: args.format, allow_parents: args.allow_parents.clone(), ..OpenOptions::default() };
+    let options = OpenOptions {
+        format: args.format,
+        allow_parents: args.allow_parents.clone(),
+        allow_data_file: args.allow_data_file,
+        ..OpenOptions::default()
+    };
     let (kind, rate) = (new.kind.clone(), args.rate);
     let (own, (disk, path)) = (Arc::new(OwnJobs::open(&kind)), (disks::stem(&at), whole_label(&at)?));
     let (sender, begun) = std::sync::mpsc::channel::<Arc<DiskJob>>();

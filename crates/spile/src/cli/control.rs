@@ -117,6 +117,9 @@ pub struct ResizeArgs {
     /// Follow parents of a disk that is not served into this folder, too (may be given several times)
     #[arg(long, value_name = "DIR")]
     allow_parents: Vec<PathBuf>,
+    /// Let images of a disk that is not served keep their data in other files, which they name themselves and which lie where parents may
+    #[arg(long)]
+    allow_data_file: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -426,6 +429,7 @@ fn resize_file(args: &ResizeArgs) -> Result<Resized> {
         format: args.format,
         write_parent: args.write_parent,
         allow_parents: args.allow_parents.clone(),
+        allow_data_file: args.allow_data_file,
         ..OpenOptions::default()
     };
     on_engine(move || async move {

@@ -288,7 +288,7 @@ fn work(args: &ConvertArgs, source: Source, to: Format) -> Result<Work> {
 
 /// What kind of image is made.
 fn chosen(args: &ConvertArgs, to: Format) -> Result<Chosen> {
-    let mut kind = args.kind.choose(to)?;
+    let mut kind = args.kind.choose(to)?.refuse_data_file()?;
     if kind.preallocate.is_some_and(|takes| takes != Preallocate::Off) {
         return Err(invalid("a converted disk takes space for its data only").hint("leave preallocation out"));
     }

@@ -15,7 +15,8 @@ use spile_server::parents::{check_place, new_parent, note_child, real};
 use spile_store::{CacheMode, OsFiles};
 use utoipa::ToSchema;
 
-use super::options::{FormatArgs, Preallocate};
+use super::data_file::{DataFile, create_with};
+use super::options::{Chosen, FormatArgs, Preallocate};
 use super::{Exit, ParentArgs, on_engine, parse_format, parse_subformat, print_json, say, space, text_of};
 use crate::disks;
 use crate::units::{format_size, parse_size};
@@ -48,6 +49,13 @@ pub struct CreateArgs {
     /// full, which writes zeroes. Of a qcow2, metadata gives each cluster its place and takes no space for data
     #[arg(long, value_name = "HOW", num_args = 0..=1, require_equals = true, default_missing_value = "falloc")]
     preallocate: Option<Preallocate>,
+    /// Of a qcow2: keep its data in this file, which is made; one that is there is taken only if it is empty. Whoever opens the disk says
+    /// --allow-data-file
+    #[arg(long, value_name = "FILE")]
+    data_file: Option<PathBuf>,
+    /// The data file is the disk as it is, also for programs that know nothing of the qcow2
+    #[arg(long)]
+    data_file_raw: bool,
     #[command(flatten)]
     kind: FormatArgs,
     #[command(flatten)]
@@ -70,6 +78,9 @@ pub struct Created {
     virtual_size_bytes: u64,
     /// The space that the file takes on its file system, in bytes.
     used_bytes: Option<u64>,
+    /// The file that holds its data, if that is another one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    data_file: Option<String>,
 }
 
 /// Runs `spile create`.
@@ -88,32 +99,62 @@ pub fn run(args: &CreateArgs) -> Result<Exit> {
     if format.about().has_options && takes != Preallocate::Off {
         kind.place_all();
     }
-    let new = kind.image(args.size.unwrap_or(0), args.subformat.clone());
+    let data_file = DataFile::asked(args, format, &kind)?;
+    let mut new = kind.image(args.size.unwrap_or(0), args.subformat.clone());
+    new.options.data_file = data_file.as_ref().map(|file| file.named.clone());
     let (path, no_lock) = (args.disk.clone(), args.parents.no_lock);
     let size_bytes = match &args.parent {
         Some(parent) => {
             let (parent, options) = (parent.clone(), args.parents.read_only(args.parent_format));
-            let child = Child { path, format, size_bytes: args.size, like: new, parent, options };
+            let data_file = data_file.clone();
+            let child = Child { path, format, size_bytes: args.size, like: new, data_file, parent, options };
             on_engine(move || async move { child.create().await })?
         }
         None if args.size.is_some() => {
             let size_bytes = new.size_bytes;
-            on_engine(move || async move { create(&path, format, &new, no_lock).await })?;
+            let data_file = data_file.clone();
+            on_engine(move || async move { create_with(&path, format, &new, data_file.as_ref(), no_lock).await })?;
             size_bytes
         }
         None => return Err(Error::new(ErrorKind::InvalidInput, "--size is missing")),
     };
-    take_space(&args.disk, size_bytes, takes)?;
+    take_space(&args.disk, data_file.as_ref(), size_bytes, takes)?;
     let used_bytes = disks::used_bytes(&args.disk);
     if args.json {
         let (path, format) = (args.disk.clone(), format.to_string());
-        print_json(&Created { path, format, virtual_size_bytes: size_bytes, used_bytes })?;
+        let data_file = data_file.map(|file| file.path.display().to_string());
+        print_json(&Created { path, format, virtual_size_bytes: size_bytes, used_bytes, data_file })?;
     } else {
         let (path, size) = (args.disk.display(), format_size(size_bytes));
         let used = format_size(used_bytes.unwrap_or(0));
         say(format_args!("created {path}: {size} {format}, {used} used"));
+        if let Some(DataFile { path, .. }) = data_file {
+            say(format_args!("  its data are in {}; open it with --allow-data-file", path.display()));
+        }
     }
     Ok(Exit::Ok)
+}
+
+impl DataFile {
+    /// The data file that is asked for, if one is.
+    fn asked(args: &CreateArgs, format: Format, kind: &Chosen) -> Result<Option<Self>> {
+        let invalid = |what: &str, hint: &str| {
+            Err(Error::new(ErrorKind::InvalidInput, what).at_path(&args.disk).hint(hint.to_owned()))
+        };
+        let (is_raw, named) = (args.data_file_raw || kind.data_file_raw, args.data_file.as_ref());
+        match named.or(kind.data_file.as_ref()) {
+            None if is_raw => invalid("no data file is named that could be raw", "name one: --data-file FILE"),
+            None => Ok(None),
+            Some(_) if !format.about().has_options => invalid(
+                "only a qcow2 keeps its data in another file",
+                "leave out --data-file, or choose --format qcow2",
+            ),
+            Some(path) if kind.data_file.as_ref().is_some_and(|other| other != path) => {
+                invalid("--data-file and -o data_file differ", "name one of them")
+            }
+            Some(path) => Self::new(&args.disk, path, is_raw, &args.parents.allow_parents).map(Some),
+        }
+    }
 }
 
 /// Creates the file; it and its name are durable then. A half-made one is removed.
@@ -161,7 +202,8 @@ fn check_takes(args: &CreateArgs, format: Format, takes: Preallocate) -> Result<
 }
 
 /// Takes the space of a new disk; one that does not fit is removed.
-fn take_space(path: &Path, size_bytes: u64, takes: Preallocate) -> Result<()> {
+fn take_space(image: &Path, data_file: Option<&DataFile>, size_bytes: u64, takes: Preallocate) -> Result<()> {
+    let path = data_file.map_or(image, |file| &file.path);
     let taken = match takes {
         Preallocate::Off | Preallocate::Metadata => return Ok(()),
         Preallocate::Falloc | Preallocate::Full => {
@@ -174,7 +216,10 @@ fn take_space(path: &Path, size_bytes: u64, takes: Preallocate) -> Result<()> {
         }
     };
     taken.inspect_err(|_| {
-        let _ = std::fs::remove_file(path);
+        let _ = std::fs::remove_file(image);
+        if let Some(file) = data_file {
+            file.take_back();
+        }
     })
 }
 
@@ -188,6 +233,8 @@ pub struct Child {
     pub size_bytes: Option<u64>,
     /// What it is like, but for its size and its parent.
     pub like: NewImage,
+    /// The file that is to hold its data, if that is another one.
+    pub data_file: Option<DataFile>,
     /// The parent.
     pub parent: PathBuf,
     /// How the parent is opened.
@@ -210,7 +257,7 @@ impl Child {
         let parent = Some(new_parent(&self.path, &layers[0])?);
         note_child(&layers[0], &real(folder_of(&self.path))?.join(self.path.file_name().unwrap_or_default()))?;
         let new = NewImage { size_bytes, parent, ..self.like.clone() };
-        create(&self.path, self.format, &new, self.options.no_lock).await?;
+        create_with(&self.path, self.format, &new, self.data_file.as_ref(), self.options.no_lock).await?;
         drop(base);
         Ok(size_bytes)
     }

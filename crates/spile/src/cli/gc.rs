@@ -50,6 +50,9 @@ pub struct GcArgs {
     /// For each disk, move no more than this in a second [default: as fast as guests leave room for]
     #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
     rate: Option<u64>,
+    /// Let images of these disks keep their data in other files, which they name themselves and which lie in the folder
+    #[arg(long)]
+    allow_data_file: bool,
     /// Only say what there is to do
     #[arg(long)]
     dry_run: bool,
@@ -103,7 +106,8 @@ pub fn run(args: &GcArgs) -> Result<Exit> {
     } else {
         let told = ending.clone();
         signals.on_first(move |_| told.end());
-        let troubles = work_on_all(&found, args.rate, &ending);
+        let how = How { rate: args.rate, allow_data_file: args.allow_data_file };
+        let troubles = work_on_all(&found, how, &ending);
         found.iter_mut().for_each(|item| item.judge(&troubles));
     }
     let has_failed = found.iter().any(|item| item.state == "failed");
@@ -224,6 +228,15 @@ impl Found {
     }
 }
 
+/// How disks are worked on.
+#[derive(Clone, Copy)]
+struct How {
+    /// No more than this is moved in a second.
+    rate: Option<u64>,
+    /// Their images may keep their data in other files.
+    allow_data_file: bool,
+}
+
 /// What keeps a disk from being worked on to the end.
 enum Trouble {
     /// It waits, and nothing is wrong.
@@ -245,7 +258,7 @@ fn look(folder: &Path) -> Result<Vec<Found>> {
 }
 
 /// Does all that was found. Returns what was met, by the path of the disk.
-fn work_on_all(found: &[Found], rate: Option<u64>, ending: &Ending) -> BTreeMap<String, Trouble> {
+fn work_on_all(found: &[Found], how: How, ending: &Ending) -> BTreeMap<String, Trouble> {
     let paths = |is_note: bool| {
         let items = found.iter().filter(move |item| (item.kind == "stale-note") == is_note);
         items.filter_map(|item| item.disk_path.clone()).collect::<BTreeSet<_>>()
@@ -263,7 +276,7 @@ fn work_on_all(found: &[Found], rate: Option<u64>, ending: &Ending) -> BTreeMap<
                 loop {
                     let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
                     let Some(disk) = next else { break };
-                    let trouble = work_on(Path::new(&disk), rate, ending);
+                    let trouble = work_on(Path::new(&disk), how, ending);
                     let mut troubles = troubles.lock().unwrap_or_else(PoisonError::into_inner);
                     troubles.extend(trouble.map(|trouble| (disk, trouble)));
                 }
@@ -276,22 +289,22 @@ fn work_on_all(found: &[Found], rate: Option<u64>, ending: &Ending) -> BTreeMap<
     let in_use: Vec<_> = in_use.map(|(disk, _)| disk.clone()).collect();
     for disk in in_use {
         troubles.remove(&disk);
-        troubles.extend(work_on(Path::new(&disk), rate, ending).map(|trouble| (disk, trouble)));
+        troubles.extend(work_on(Path::new(&disk), how, ending).map(|trouble| (disk, trouble)));
     }
     troubles
 }
 
 /// Does what there is to do for one disk. Returns what was met.
-fn work_on(disk: &Path, rate: Option<u64>, ending: &Ending) -> Option<Trouble> {
+fn work_on(disk: &Path, how: How, ending: &Ending) -> Option<Trouble> {
     let ended = || Some(Trouble::Waits("gc was ended before; the same command goes on".to_owned()));
     if ending.is_told() {
         return ended();
     }
     let (done, of_server) = match find(disk) {
-        Ok(Some((server, name))) => (by_server(disk, &server, &name, rate, ending), true),
+        Ok(Some((server, name))) => (by_server(disk, &server, &name, how.rate, ending), true),
         Ok(None) => {
             let (at, told) = (disk.to_owned(), ending.clone());
-            let done = on_engine(move || async move { by_itself(&at, rate, &told).await });
+            let done = on_engine(move || async move { by_itself(&at, how, &told).await });
             ending.own.leave(&disk.display().to_string());
             (done, false)
         }
@@ -399,8 +412,9 @@ fn follow(server: &Path, mut job: Job, disk: &Path, ending: &Ending) -> Result<b
 }
 
 /// Does what there is to do for a disk that no server has. Opening it removes what is half-made.
-async fn by_itself(disk: &Path, rate: Option<u64>, ending: &Ending) -> Result<()> {
-    let graph = disks::open_keeping(CacheMode::Direct, &Locator::from(disk), &OpenOptions::default()).await?;
+async fn by_itself(disk: &Path, How { rate, allow_data_file }: How, ending: &Ending) -> Result<()> {
+    let options = OpenOptions { allow_data_file, ..OpenOptions::default() };
+    let graph = disks::open_keeping(CacheMode::Direct, &Locator::from(disk), &options).await?;
     let checkpoints = Checkpoints::none(Access::default());
     checkpoints.open(&graph).await?;
     let node = Node::new(graph);

@@ -60,6 +60,9 @@ pub struct JobArgs {
     /// Follow parents of a disk that no server has into this folder, too (may be given several times)
     #[arg(long, value_name = "DIR")]
     allow_parents: Vec<PathBuf>,
+    /// Let images of a disk that no server has keep their data in other files, which they name themselves and which lie where parents may
+    #[arg(long)]
+    allow_data_file: bool,
     /// Print the job as JSON
     #[arg(long)]
     json: bool,
@@ -144,6 +147,7 @@ pub fn job(args: &JobArgs) -> Result<Exit> {
             let options = OpenOptions {
                 format: args.format,
                 allow_parents: args.allow_parents.clone(),
+                allow_data_file: args.allow_data_file,
                 ..OpenOptions::default()
             };
             return give_up(path, options, args.json);

@@ -72,7 +72,7 @@ pub fn run(args: &MapArgs) -> Result<Exit> {
         let disk = disks::open(CacheMode::Page, &source, &options).await?;
         let mut printer = Printer::new(std::io::stdout().lock(), json);
         each_run(&disk, &mut printer).await?;
-        printer.finish(map_layers(disk.handles().iter().map(|image| image.path())), None)
+        printer.finish(map_layers(disk.handles()), None)
     });
     let printed = printed.or_else(|error| from_server(&asked, args, error));
     match printed {

@@ -78,7 +78,7 @@ pub fn run(args: &MeasureArgs) -> Result<Exit> {
 }
 
 fn new_image(args: &MeasureArgs, size_bytes: u64) -> Result<NewImage> {
-    Ok(args.kind.choose(args.to)?.image(size_bytes, args.subformat.clone()))
+    Ok(args.kind.choose(args.to)?.refuse_data_file()?.image(size_bytes, args.subformat.clone()))
 }
 
 fn of_disk(args: &MeasureArgs, src: &Path) -> Result<(u64, Count, Measure)> {

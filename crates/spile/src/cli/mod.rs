@@ -13,6 +13,7 @@ mod control;
 mod convert;
 mod copy;
 mod create;
+mod data_file;
 mod demo;
 mod docs;
 mod ending;

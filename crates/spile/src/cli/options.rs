@@ -1,5 +1,7 @@
 //! The options of formats with clusters, by Spile's names and, with `-o`, by those of qemu-img.
 
+use std::path::PathBuf;
+
 use clap::{Args, ValueEnum};
 use spile_core::{Error, ErrorKind, Result};
 use spile_image::Format;
@@ -54,6 +56,10 @@ pub struct Chosen {
     subformat: Option<String>,
     /// Which space is taken at once, if `-o` says so.
     pub preallocate: Option<Preallocate>,
+    /// The file that is to hold the data, if `-o` names one.
+    pub data_file: Option<PathBuf>,
+    /// That file is to be the disk as it is, if `-o` says so.
+    pub data_file_raw: bool,
 }
 
 impl FormatArgs {
@@ -71,6 +77,7 @@ impl FormatArgs {
                 lazy_refcounts: self.lazy_refcounts,
                 compression: self.compression_type,
                 places_for_all: false,
+                data_file: None,
             },
             ..Chosen::default()
         };
@@ -79,7 +86,8 @@ impl FormatArgs {
                 .set(option)
                 .map_err(|error| invalid(format!("-o {option}: {}", error.message())).hint(hint_of(&error)))?;
         }
-        let is_plain = chosen.cluster_bytes.is_none() && chosen.options == Options::default();
+        let names_data = chosen.data_file.is_some() || chosen.data_file_raw;
+        let is_plain = chosen.cluster_bytes.is_none() && chosen.options == Options::default() && !names_data;
         match format.about().has_options || is_plain {
             true => Ok(chosen),
             false => Err(invalid(format!("a {format} disk has no clusters, refcounts or compression to choose"))
@@ -110,11 +118,12 @@ impl Chosen {
             "size" => return Err(bad("the size is told by --size".into())),
             "backing_file" => return Err(bad("a parent is named by --parent".into())),
             "backing_fmt" => return Err(bad("the parent's format is named by --parent-format".into())),
-            "data_file" | "data_file_raw" => return Err(bad("images with a data file are not made here".into())),
+            "data_file" => self.data_file = Some(value.into()),
+            "data_file_raw" => self.data_file_raw = parse_switch(value).map_err(bad)?,
             _ if name.starts_with("encrypt") => return Err(bad("encrypted images are not made here".into())),
             _ => {
                 let known = "cluster_size, extended_l2, refcount_bits, compat, lazy_refcounts, compression_type, \
-                             preallocation and subformat are known";
+                             data_file, data_file_raw, preallocation and subformat are known";
                 return Err(bad("there is no such option here".into()).hint(known));
             }
         }
@@ -129,6 +138,18 @@ impl Chosen {
             unit_bytes: self.cluster_bytes,
             options: self.options.clone(),
             ..NewImage::new(size_bytes)
+        }
+    }
+
+    /// Refuses a data file, where only an image in one file is meant.
+    ///
+    /// # Errors
+    /// `InvalidInput`.
+    pub fn refuse_data_file(self) -> Result<Self> {
+        match self.data_file.is_some() || self.data_file_raw {
+            true => Err(invalid("only a new, empty disk gets a data file here".into())
+                .hint("spile create --data-file FILE makes one")),
+            false => Ok(self),
         }
     }
 

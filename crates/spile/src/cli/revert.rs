@@ -6,8 +6,9 @@ use std::sync::Arc;
 use clap::Args;
 use serde::Serialize;
 use serde_json::json;
-use spile_core::{Error, ErrorKind, Files as _, Locator, Result, ResultExt};
+use spile_core::{Error, ErrorKind, Files as _, Locator, Result, ResultExt, Store as _};
 use spile_engine::OsEnv;
+use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::delete;
 use spile_life::gc::{Family, Verdict, verdict};
@@ -77,6 +78,9 @@ pub struct DeleteArgs {
     format: Option<Format>,
     #[command(flatten)]
     parents: ParentArgs,
+    /// Remove the file that holds the image's data, too, where that is another one; with --allow-data-file
+    #[arg(long)]
+    with_data_file: bool,
     /// Print one JSON object instead of text
     #[arg(long)]
     json: bool,
@@ -97,6 +101,8 @@ pub struct Deleted {
     waits_because: Option<String>,
     /// The manifest of the backup that it was, which is gone, too.
     manifest_path: Option<String>,
+    /// The file that held its data, which is gone, too.
+    data_path: Option<String>,
 }
 
 /// Refuses a disk that a server has.
@@ -326,9 +332,8 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
     let at = file_at(&image)?;
     // Children are asked for below.
     let options = OpenOptions { read_only: false, write_parent: true, ..args.parents.read_only(args.format) };
-    let used_bytes = disks::used_bytes(&image).unwrap_or(0);
-    let (disk, format) = (image, args.format);
-    let (path, child, why) = on_engine(move || async move {
+    let (disk, format, with_data_file) = (image, args.format, args.with_data_file);
+    let Gone { path, data, freed_bytes, child, why } = on_engine(move || async move {
         let (host, path) = (Host::new(), whole_path(&disk).await?);
         let list = async || host.beside(&path).await;
         let family = Family::ask(&host.tools(), &list().await?).await;
@@ -338,23 +343,30 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
                 Verdict::Waits { why, .. } => Some(why),
                 Verdict::Merge { .. } | Verdict::Stale => None,
             };
-            return Ok((path, Some(child.clone()), why));
+            return Ok(Gone { path, data: None, freed_bytes: 0, child: Some(child.clone()), why });
         }
-        let removed = match disks::open_keeping(CacheMode::Page, &at, &options).await {
-            Ok(graph) => delete::remove(&host.tools(), &graph, list).await?,
+        let mut freed_bytes = disks::used_bytes(&path).unwrap_or(0);
+        let (path, data) = match disks::open_keeping(CacheMode::Page, &at, &options).await {
+            Ok(graph) => {
+                let image = graph.handles()[0].image();
+                if !std::ptr::eq(image.store(), image.data_store()) {
+                    freed_bytes += disks::used_bytes(image.data_store().path()).unwrap_or(0);
+                }
+                delete::remove(&host.tools(), &graph, with_data_file, list).await?
+            }
             // The image itself is there: it is a parent that is not.
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                delete::remove_orphan(&host.tools(), &path, format, list).await?
+                (delete::remove_orphan(&host.tools(), &path, format, list).await?, None)
             }
             Err(error) => return Err(error),
         };
-        Ok((removed, None, None))
+        Ok(Gone { path, data, freed_bytes, child: None, why: None })
     })?;
-    let freed_bytes = if child.is_some() { 0 } else { used_bytes };
     let manifest_path = if child.is_some() { None } else { remove_manifest(&path)? };
     let child_path = child.map(|child| child.display().to_string());
     let path = path.display().to_string();
-    let deleted = Deleted { path, is_kept: false, freed_bytes, child_path, waits_because: why, manifest_path };
+    let data_path = data.map(|data| data.display().to_string());
+    let deleted = Deleted { path, is_kept: false, freed_bytes, child_path, waits_because: why, manifest_path, data_path };
     if args.json {
         return print_json(&deleted).map(|()| Exit::Ok);
     }
@@ -366,9 +378,24 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
         (Some(child), None) => {
             say(format_args!("deleted {}: spile gc merges {child}, its only child, with it", deleted.path));
         }
-        (None, _) => say(format_args!("deleted {}: {} are free", deleted.path, format_size(freed_bytes))),
+        (None, _) => {
+            let data = deleted.data_path.map(|data| format!(" and {data}")).unwrap_or_default();
+            say(format_args!("deleted {}{data}: {} are free", deleted.path, format_size(freed_bytes)));
+        }
     }
     Ok(Exit::Ok)
+}
+
+/// What a delete has removed, or has marked.
+struct Gone {
+    path: PathBuf,
+    /// The file that held its data.
+    data: Option<PathBuf>,
+    freed_bytes: u64,
+    /// The image is there until it is merged with this one.
+    child: Option<PathBuf>,
+    /// Why that does not happen now.
+    why: Option<String>,
 }
 
 /// Runs `spile delete --undo`.

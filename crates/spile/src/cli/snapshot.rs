@@ -271,6 +271,7 @@ pub fn clone(args: &CloneArgs) -> Result<Exit> {
         format,
         size_bytes: None,
         like: NewImage::new(0),
+        data_file: None,
         parent: parent.clone(),
         options: args.parents.read_only(given),
     };

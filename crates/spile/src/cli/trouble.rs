@@ -105,6 +105,9 @@ pub struct AcceptLossArgs {
     /// Look for parents of a disk that is not served in this folder, too (may be given several times)
     #[arg(long, value_name = "DIR")]
     allow_parents: Vec<PathBuf>,
+    /// Let images of a disk that is not served keep their data in other files, which they name themselves and which lie where parents may
+    #[arg(long)]
+    allow_data_file: bool,
     /// Print one JSON object instead of text
     #[arg(long)]
     json: bool,
@@ -189,6 +192,7 @@ fn marked_parents(args: &AcceptLossArgs, at: &Locator) -> Vec<(String, String)> 
         format: args.format,
         read_only: true,
         allow_parents: args.allow_parents.clone(),
+        allow_data_file: args.allow_data_file,
         no_lock: true,
         ..OpenOptions::default()
     };

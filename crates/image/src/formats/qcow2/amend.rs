@@ -123,6 +123,7 @@ fn what_version_2_lacks(head: &Head, counted: &Counted) -> Vec<String> {
     let bits = 1u32 << header.refcount_order;
     let bitmaps = head.extensions.bitmaps.map_or(0, |bitmaps| bitmaps.count.into());
     let hindrances = [
+        is(header.has(feature::DATA_FILE), "an external data file"),
         is(header.has(feature::EXTENDED_L2), "extended L2 entries"),
         is(header.compression() == Compression::Zstd, "compression by zstd"),
         (bits != 16).then(|| format!("refcounts of {bits} bits")),

@@ -8,7 +8,7 @@ use super::codec::extension::{Extension, Extensions, FeatureName, kind};
 use super::codec::header::{Header, NamePlace, feature};
 use super::codec::{COPIED, MAX_CLUSTER_BITS, MAX_NAME_BYTES, MIN_CLUSTER_BITS, MIN_EXTENDED_CLUSTER_BITS, refcount};
 use super::layout::{Layout, block_of_ones, full_metadata_bytes, last_cluster_bytes, max_size_bytes};
-use crate::create::{Compression, NewImage, NewParent};
+use crate::create::{Compression, NewDataFile, NewImage, NewParent, Options};
 use crate::measure::{Space, Tables, Unit};
 
 /// The usual cluster: 64 KiB.
@@ -50,11 +50,14 @@ impl Plan {
     pub(super) fn new(new: &NewImage) -> Result<Self> {
         let mut header = header(new)?;
         check_size(&header)?;
-        if new.options.places_for_all {
+        let data_file = new.options.data_file.as_ref();
+        // A raw data file is the disk from the start: so is what the tables say.
+        let places_for_all = new.options.places_for_all || data_file.is_some_and(|file| file.is_raw);
+        if places_for_all {
             check_places(&header, new.parent.is_some())?;
         }
-        let behind_header = behind_header(&mut header, new.parent.as_ref())?;
-        Ok(Self { header, behind_header, places_for_all: new.options.places_for_all })
+        let behind_header = behind_header(&mut header, new.parent.as_ref(), data_file)?;
+        Ok(Self { header, behind_header, places_for_all })
     }
 
     /// The space that the new image takes.
@@ -117,9 +120,14 @@ fn header(new: &NewImage) -> Result<Header> {
     let can_extend = version == 3 && cluster_bits >= MIN_EXTENDED_CLUSTER_BITS;
     let extended = options.extended_l2.unwrap_or(new.parent.is_some() && can_extend);
     let zstd = options.compression == Some(Compression::Zstd);
+    let (data_file, raw) = (options.data_file.is_some(), options.data_file.as_ref().is_some_and(|file| file.is_raw));
+    if raw && new.parent.is_some() {
+        return Err(invalid("a raw data file is all of its disk, so its image has no parent")
+            .hint("leave out --data-file-raw, or --parent"));
+    }
     let refcount_order = refcount_order(options.refcount_bits.unwrap_or(16))?;
     match version {
-        2 => refuse_in_version_2(extended, zstd, options.lazy_refcounts, refcount_order)?,
+        2 => refuse_in_version_2(extended, zstd, options, refcount_order)?,
         3 => {}
         _ => {
             return Err(invalid(format!("there is no version {version} of qcow2"))
@@ -143,9 +151,11 @@ fn header(new: &NewImage) -> Result<Header> {
         refcount_table_clusters: 0,
         snapshots: 0,
         snapshots_offset: 0,
-        incompatible: bit(zstd, feature::COMPRESSION) | bit(extended, feature::EXTENDED_L2),
+        incompatible: bit(zstd, feature::COMPRESSION)
+            | bit(extended, feature::EXTENDED_L2)
+            | bit(data_file, feature::DATA_FILE),
         compatible: bit(options.lazy_refcounts, feature::LAZY_REFCOUNTS),
-        autoclear: 0,
+        autoclear: bit(raw, feature::RAW_DATA_FILE),
         refcount_order,
         header_bytes: if version == 2 { V2_HEADER_BYTES } else { V3_HEADER_BYTES },
         compression_type: u8::from(zstd),
@@ -170,11 +180,12 @@ fn refcount_order(bits: u32) -> Result<u32> {
     }
 }
 
-fn refuse_in_version_2(extended: bool, zstd: bool, lazy: bool, refcount_order: u32) -> Result<()> {
+fn refuse_in_version_2(extended: bool, zstd: bool, options: &Options, refcount_order: u32) -> Result<()> {
     let asked = [
+        (options.data_file.is_some(), "external data file (--data-file)"),
         (extended, "extended L2 entries (--extended-l2)"),
         (zstd, "zstd (--compression-type)"),
-        (lazy, "lazy refcounts (--lazy-refcounts)"),
+        (options.lazy_refcounts, "lazy refcounts (--lazy-refcounts)"),
         (refcount_order != 4, "refcounts of another width than 16 bits (--refcount-bits)"),
     ];
     match asked.iter().find(|(is_asked, _)| *is_asked) {
@@ -199,7 +210,7 @@ fn check_size(header: &Header) -> Result<()> {
 }
 
 fn check_places(header: &Header, has_parent: bool) -> Result<()> {
-    if has_parent && !header.has(feature::EXTENDED_L2) {
+    if has_parent && (!header.has(feature::EXTENDED_L2) || header.has(feature::DATA_FILE)) {
         return Err(invalid("clusters that have their places from the start would hide the parent")
             .hint("--preallocate with --parent needs --extended-l2 on"));
     }
@@ -215,17 +226,21 @@ fn check_places(header: &Header, has_parent: bool) -> Result<()> {
 }
 
 /// The extensions and the name of the parent; the header learns where that is.
-fn behind_header(header: &mut Header, parent: Option<&NewParent>) -> Result<Vec<u8>> {
+fn behind_header(header: &mut Header, parent: Option<&NewParent>, data_file: Option<&NewDataFile>) -> Result<Vec<u8>> {
     let room = (header.cluster_bytes() - u64::from(header.header_bytes)) as usize;
     let (format, name) = match parent {
         Some(parent) => (Some(parent.format.backing_name().as_bytes().to_vec()), backing_name(parent)?),
         None => (None, Vec::new()),
     };
     let format = format.map(|data| Extension { kind: kind::BACKING_FORMAT, data });
+    let data_file = match data_file {
+        Some(file) => Some(Extension { kind: kind::DATA_FILE, data: path_name("data file", &file.path)? }),
+        None => None,
+    };
     // The names of features serve messages only. Where there is little room, they are left out.
     let names = (header.version >= 3 && header.cluster_bits >= MIN_NAMES_CLUSTER_BITS).then(feature_names);
     for names in [names, None] {
-        let all = format.clone().into_iter().chain(names).collect();
+        let all = data_file.clone().into_iter().chain(format.clone()).chain(names).collect();
         let mut bytes = Extensions { all, ..Extensions::default() }.to_bytes();
         if bytes.len() + name.len() <= room {
             if !name.is_empty() {
@@ -236,18 +251,22 @@ fn behind_header(header: &mut Header, parent: Option<&NewParent>) -> Result<Vec<
             return Ok(bytes);
         }
     }
-    Err(invalid(format!("the parent's path of {} bytes has no room in the first cluster", name.len()))
+    let len = name.len() + data_file.map_or(0, |name| name.data.len());
+    Err(invalid(format!("paths of {len} bytes to the image's other files have no room in its first cluster"))
         .hint("choose a larger --cluster-size, or a shorter path"))
 }
 
 /// The path as QEMU understands it: what stands before a colon would be a protocol, unless a slash comes first.
 pub(super) fn backing_name(parent: &NewParent) -> Result<Vec<u8>> {
-    let path = &parent.relative_path;
+    path_name("parent", &parent.relative_path)
+}
+
+fn path_name(of: &str, path: &str) -> Result<Vec<u8>> {
     let has_colon = path.split('/').next().is_some_and(|first| first.contains(':'));
-    let name = if has_colon { format!("./{path}") } else { path.clone() };
+    let name = if has_colon { format!("./{path}") } else { path.to_owned() };
     match name.len() {
         1..=MAX_NAME_BYTES if !name.contains('\0') => Ok(name.into_bytes()),
-        len => Err(invalid(format!("a qcow2 image cannot name the parent by a path of {len} bytes"))
+        len => Err(invalid(format!("a qcow2 image cannot name the {of} by a path of {len} bytes"))
             .hint("at most 1023 bytes, none of them NUL")),
     }
 }
@@ -261,6 +280,7 @@ fn feature_names() -> Extension {
 fn end_bytes(plan: &Plan, layout: &Layout) -> u64 {
     let cluster = plan.header.cluster_bytes();
     match (plan.places_for_all, layout.refcounts.blocks) {
+        (true, _) if plan.header.has(feature::DATA_FILE) => layout.end * cluster,
         (true, _) => (layout.end - 1) * cluster + last_cluster_bytes(&plan.header),
         (false, 1) => layout.l1 * cluster + plan.header.needed_l1_entries() * 8,
         (false, _) => layout.end * cluster,
@@ -297,20 +317,23 @@ async fn write_refcounts<S: Store>(store: &S, header: &Header, layout: &Layout) 
 /// Writes L1 and L2 tables that give each cluster its place.
 async fn write_maps<S: Store>(store: &S, header: &Header, layout: &Layout) -> Result<()> {
     let (cluster, per_table) = (header.cluster_bytes(), 1u64 << (header.cluster_bits - header.l2_entry_bits()));
-    let (mut at, mut left) = (layout.l2, super::layout::data_clusters(header));
+    let is_inside = !header.has(feature::DATA_FILE);
+    // Inside the image no part is allocated: all read as they would without the place. A data file is shown from the start.
+    let bitmap = if is_inside { [0; 8] } else { u64::from(u32::MAX).to_be_bytes() };
+    let (mut at, mut done, all) = (layout.l2, 0, super::layout::data_clusters(header));
     let mut l1 = Vec::new();
-    while left > 0 {
-        let here = left.min(per_table);
+    while done < all {
+        let here = (all - done).min(per_table);
+        let first = if is_inside { at + 1 } else { done };
         let mut l2 = Vec::with_capacity(cluster as usize);
-        for data in at + 1..=at + here {
+        for data in first..first + here {
             l2.extend(((data * cluster) | COPIED).to_be_bytes());
-            // No part is allocated: all read as they would without the place.
-            l2.extend(std::iter::repeat_n(0, (1 << header.l2_entry_bits()) - 8));
+            l2.extend(&bitmap[..(1 << header.l2_entry_bits()) - 8]);
         }
         write(store, at * cluster, &l2).await?;
         l1.extend(((at * cluster) | COPIED).to_be_bytes());
-        at += 1 + here;
-        left -= here;
+        at += 1 + if is_inside { here } else { 0 };
+        done += here;
     }
     write(store, header.l1_offset, &l1).await
 }

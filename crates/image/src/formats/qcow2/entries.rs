@@ -19,11 +19,13 @@ pub(super) fn places<'a>(rules: &'a Rules, words: &'a [u64]) -> impl Iterator<It
     clusters(rules, words).filter_map(|(at, cluster)| Some((at, host_of(&cluster)?)))
 }
 
-/// The clusters of the file that the entries of an L2 table refer to, entry by entry: each range counts once in its clusters.
+/// The clusters of the file that the entries of an L2 table refer to, entry by entry: each range counts once in its clusters. Those of a data
+/// file are not counted.
 pub(super) fn references<'a>(rules: &'a Rules, words: &'a [u64]) -> impl Iterator<Item = Range<u64>> + 'a {
     let bits = rules.cluster_bits;
     clusters(rules, words).filter_map(move |(_, cluster)| match cluster {
         Cluster::Compressed(place) => Some(clusters_of(place, bits)),
+        _ if rules.data_file => None,
         cluster => host_of(&cluster).map(|host| host >> bits..(host >> bits) + 1),
     })
 }

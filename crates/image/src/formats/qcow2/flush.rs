@@ -47,6 +47,9 @@ impl<S: Store> Qcow2<S> {
             return Ok(());
         }
         let gone = take_gone(writing);
+        if let Some(data) = &self.data {
+            data.sync().await?;
+        }
         // After a failed sync what was given up may still be referred to in the file, and stays as it is.
         self.store.sync().await?;
         writing.space().settled.extend(gone);

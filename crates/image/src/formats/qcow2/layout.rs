@@ -61,6 +61,11 @@ pub(super) fn data_clusters(header: &Header) -> u64 {
     header.size_bytes.div_ceil(header.cluster_bytes())
 }
 
+/// Those that lie in the image, and not in a data file.
+pub(super) fn clusters_inside(header: &Header) -> u64 {
+    if header.has(feature::DATA_FILE) { 0 } else { data_clusters(header) }
+}
+
 /// The length of an L1 table of `entries` entries, in clusters.
 pub(super) fn l1_clusters(header: &Header, entries: u64) -> u64 {
     (entries * 8).div_ceil(header.cluster_bytes())
@@ -84,7 +89,7 @@ impl Layout {
     pub(super) fn new(header: &Header, places_for_all: bool) -> Self {
         let entries = header.needed_l1_entries();
         let l1_clusters = l1_clusters(header, entries);
-        let placed = if places_for_all { entries + data_clusters(header) } else { 0 };
+        let placed = if places_for_all { entries + clusters_inside(header) } else { 0 };
         let fixed = 1 + l1_clusters + placed;
         let refcounts = Refcounts::for_clusters(header.cluster_bits, header.refcount_order, fixed);
         let l1 = 1 + refcounts.table_clusters + 1;
@@ -107,7 +112,7 @@ pub(super) fn full_metadata_bytes(header: &Header) -> u64 {
     let cluster = header.cluster_bytes();
     let l2 = header.needed_l1_entries();
     let fixed = 1 + l2 + l1_clusters(header, l2);
-    let all = fixed + data_clusters(header);
+    let all = fixed + clusters_inside(header);
     let refcounts = Refcounts::for_clusters(header.cluster_bits, header.refcount_order, all);
     (fixed + refcounts.clusters()) * cluster
 }

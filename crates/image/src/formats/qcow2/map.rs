@@ -79,20 +79,23 @@ impl Map {
             slices,
             loads: RangeLock::default(),
             file_bytes: AtomicU64::new(file_bytes),
-            data_bytes: AtomicU64::new(file_bytes),
+            // Of a data file nothing can be read before it is there.
+            data_bytes: AtomicU64::new(if rules.data_file { 0 } else { file_bytes }),
             is_writable,
         }
     }
 
     /// Tells how long the data file is, where the guest's data lie in one.
-    pub(crate) fn set_data_bytes(&mut self, data_bytes: u64) {
-        *self.data_bytes.get_mut() = data_bytes;
+    pub(crate) fn set_data_bytes(&self, data_bytes: u64) {
+        self.data_bytes.store(data_bytes, Ordering::Release);
     }
 
-    /// Tells how long the image is now, where it holds the guest's data itself.
+    /// Tells how long the image is now.
     pub(super) fn set_file_bytes(&self, file_bytes: u64) {
         self.file_bytes.store(file_bytes, Ordering::Release);
-        self.data_bytes.store(file_bytes, Ordering::Release);
+        if !self.rules.data_file {
+            self.data_bytes.store(file_bytes, Ordering::Release);
+        }
     }
 
     /// Adds L1 entries that name no table, so that there are `entries`.
@@ -147,7 +150,7 @@ impl Map {
             };
         let is_plain = host != 0 && host & self.not_plain == 0;
         let is_whole = within + len_bytes <= cluster && host + cluster <= self.data_bytes();
-        (is_plain && is_whole).then_some(StoreOffset(host + within))
+        (is_plain && is_whole && !self.lies_elsewhere(host, at)).then_some(StoreOffset(host + within))
     }
 
     /// [`Map::find`] where the slice is not in memory: a hole as far as L1 tells, else a miss.
@@ -200,7 +203,7 @@ impl Map {
         let rest = self.cluster_bytes() - within;
         let (entry, cluster) = self.entry(entries, at);
         match cluster {
-            Ok(Cluster::Data(host)) => self.data(host, within, rest),
+            Ok(Cluster::Data(host)) => self.data(host, at, rest),
             Ok(Cluster::Unallocated) => (Kind::Below, rest),
             Ok(Cluster::Zero(_)) => (Kind::Zero, rest),
             Ok(Cluster::Compressed(_)) => (Kind::Encoded(entry), rest),
@@ -209,7 +212,7 @@ impl Map {
                 let (chosen, same) = subclusters(allocated, zero, (within >> bits) as u32);
                 let rest = (u64::from(same) << bits) - (within & ((1 << bits) - 1));
                 match (chosen, host) {
-                    (Subcluster::Allocated, Some(host)) => self.data(host, within, rest),
+                    (Subcluster::Allocated, Some(host)) => self.data(host, at, rest),
                     (Subcluster::Zero, _) => (Kind::Zero, rest),
                     _ => (Kind::Below, rest),
                 }
@@ -218,10 +221,18 @@ impl Map {
         }
     }
 
-    /// Data of a cluster at `host`. The last cluster of the file may be cut short: what is missing reads as zeroes. A
-    /// cluster that begins past the end is a fault.
-    fn data(&self, host: u64, within: u64, rest: u64) -> (Kind, u64) {
-        let at = host + within;
+    /// True when guest offset `at` is said to lie in a cluster at `host` of a data file, and the guest has it elsewhere.
+    fn lies_elsewhere(&self, host: u64, at: u64) -> bool {
+        self.rules.data_file && host != at & !(self.cluster_bytes() - 1)
+    }
+
+    /// The data of guest offset `at`, whose cluster lies at `host`. The last cluster of the file may be cut short: what is missing reads as
+    /// zeroes. A cluster that begins past the end is a fault.
+    fn data(&self, host: u64, at: u64, rest: u64) -> (Kind, u64) {
+        if self.lies_elsewhere(host, at) {
+            return (Kind::Fault, rest);
+        }
+        let at = host + (at & (self.cluster_bytes() - 1));
         match self.data_bytes() {
             end if host >= end => (Kind::Fault, rest),
             end if at >= end => (Kind::Zero, rest),
@@ -255,6 +266,14 @@ impl Map {
         }
         match self.slices.look(slice, |entries| self.entry(entries, at)) {
             Some((entry, Err(fault))) => Err(entry_error("L2", entry, at, fault)),
+            Some((entry, Ok(Cluster::Data(host) | Cluster::Mixed { host: Some(host), .. })))
+                if self.lies_elsewhere(host, at) =>
+            {
+                let what = format!(
+                    "the L2 entry {entry:#018x} of guest offset {at:#x} says that it lies elsewhere in the data file than the guest has it"
+                );
+                Err(Error::new(ErrorKind::Corrupt, what))
+            }
             Some((entry, Ok(Cluster::Data(host) | Cluster::Mixed { host: Some(host), .. })))
                 if host >= self.data_bytes() =>
             {

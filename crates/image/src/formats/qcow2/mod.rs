@@ -17,6 +17,7 @@ mod check;
 mod clusters;
 pub mod codec;
 mod create;
+mod data_file;
 mod dirty;
 mod entries;
 mod facts;
@@ -90,6 +91,10 @@ impl ImageFormat for Qcow2Format {
         parent::parent(&open::read_head(store).await?)
     }
 
+    async fn named_data_file<S: Store>(store: &S) -> Result<Option<PathBuf>> {
+        parent::data_file(&open::read_head(store).await?)
+    }
+
     async fn create<S: Store>(store: &S, _: &dyn Env, new: &NewImage) -> Result<()> {
         create::create(store, new).await
     }
@@ -144,7 +149,7 @@ impl<S: Store> Layer<S> for Qcow2<S> {
 
     fn attach_data_file(&mut self, store: S) {
         self.map.set_data_bytes(store.len_bytes());
-        self.via = open::via(&store, &self.head.header, false);
+        self.via = open::via(&store, &self.head.header, self.writing.is_some());
         self.data = Some(store);
     }
 

@@ -58,7 +58,7 @@ pub(super) async fn open<S: Store>(store: S, how: OpenLayer) -> Result<Qcow2<S>>
 }
 
 /// Data in `store` can be reached directly where whole clusters and the whole disk are aligned for it. In an image that is written,
-/// no page may hold data and a table, too.
+/// no page may hold data and a table, too, nor data of two clusters: those of one may become zero, through the page cache, while the other is written.
 pub(super) fn via<S: Store>(store: &S, header: &Header, is_written: bool) -> Via {
     let align = u64::from(store.info().offset_align_bytes);
     if is_written && header.cluster_bytes() < 4096 {

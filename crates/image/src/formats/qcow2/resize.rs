@@ -11,13 +11,16 @@
 //!    cluster has behind the old end becomes zero.
 //! 2. If the clusters of the L1 table have room, the entries to come are zeroed there. Else a new table is made from clusters that are
 //!    counted durably, with all entries of the old one; nobody changes an entry meanwhile. Then a sync.
-//! 3. The header; sync. Then the size is told, and the clusters of the old table are given up.
+//! 3. A data file becomes zero behind the old end, and as long as the disk is to be; sync.
+//! 4. The header; sync. Then the size is told, and the clusters of the old table are given up. Of an image with a raw data file the header gets
+//!    the new table only; entries come that show what the disk gains; sync; then the header gets the size, too; sync.
 //!
 //! Shorter, for whoever gives up what lies behind the new end:
 //!
 //! 1. What the last cluster has behind the new end becomes zero; sync.
 //! 2. The header with the new size; sync. The L1 table stays as long as it is.
 //! 3. Entries behind the new end go, and with them their clusters and tables.
+//! 4. When that is durable, a data file ends with the disk.
 
 use std::ops::Range;
 
@@ -34,6 +37,7 @@ use super::map::entry_error;
 use super::open::{read, read_l1};
 use super::write::Old;
 use super::writing::Writing;
+use crate::layer::Layer as _;
 
 /// Where the header has the size, what is encrypted (nothing is), and the length and the place of the L1 table.
 pub(super) const SIZE_AT: u64 = 24;
@@ -81,14 +85,34 @@ impl<S: Store> Qcow2<S> {
         }
         self.clear_behind(writing, &old, old.size_bytes).await?;
         self.zero_tail(writing, old.size_bytes).await?;
+        self.grow_data_file(old.size_bytes, size_bytes).await?;
         let mut new = Header { size_bytes, ..old.clone() };
         let needed = new.needed_l1_entries();
         new.l1_entries = new.l1_entries.max(needed as u32);
         let room = l1_clusters(&old, u64::from(old.l1_entries)) * old.cluster_bytes() / 8;
-        match needed <= room {
-            true => self.grow_in_place(&old, &new).await,
-            false => self.grow_with_table(writing, &old, new).await,
+        if self.is_raw_data_file() {
+            // Its entries come first, and need the table.
+            new.size_bytes = old.size_bytes;
         }
+        match needed <= room {
+            true => self.grow_in_place(&old, &new).await?,
+            false => self.grow_with_table(writing, &old, new).await?,
+        }
+        match self.is_raw_data_file() {
+            true => self.grow_shown(writing, size_bytes).await,
+            false => Ok(()),
+        }
+    }
+
+    /// The L1 table of an image with a raw data file has room: what the disk gains is shown, and then is the disk's.
+    async fn grow_shown(&self, writing: &Writing, size_bytes: u64) -> Result<()> {
+        let head = self.now.head();
+        let new = Header { size_bytes, ..head.header.clone() };
+        self.map.grow(new.needed_l1_entries() as usize);
+        self.show_added(writing, head.header.size_bytes, size_bytes).await?;
+        self.write_size(&new).await?;
+        self.tell_size(&new);
+        Ok(())
     }
 
     fn check_growth(&self, old: &Header, size_bytes: u64) -> Result<()> {
@@ -98,7 +122,7 @@ impl<S: Store> Qcow2<S> {
             return Err(Error::new(ErrorKind::Unsupported, what)
                 .hint("`spile resize --shrink` makes it shorter while nobody uses it"));
         }
-        let align = u64::from(self.store.info().offset_align_bytes);
+        let align = u64::from(self.data_store().info().offset_align_bytes);
         if self.via == Via::Direct && !size_bytes.is_multiple_of(align) {
             let what = format!("the last bytes of a size of {size_bytes} could not be reached by direct I/O");
             return Err(Error::new(ErrorKind::InvalidInput, what).hint(format!("choose a multiple of {align}")));
@@ -222,7 +246,9 @@ impl<S: Store> Qcow2<S> {
         let new = Header { size_bytes, ..old };
         self.write_size(&new).await?;
         self.now.set_size(&new);
-        self.clear_behind(writing, &new, size_bytes).await
+        self.clear_behind(writing, &new, size_bytes).await?;
+        self.flush_writing(writing).await?;
+        self.cut_data_file(size_bytes).await
     }
 
     /// Gives up all that the tables of the image of `header` name behind `end_bytes`.
@@ -302,6 +328,9 @@ impl<S: Store> Qcow2<S> {
             return Ok(());
         }
         let _alone = writing.clusters.exclusive(cluster..cluster + 1).await;
+        if self.has_data_file() {
+            return self.zero_in_data_file(end_bytes, self.head.header.cluster_bytes() - within, true).await;
+        }
         let at = self.start_of(cluster);
         let old = self.old(writing, at).await?;
         let mut bytes = match old.cluster {

@@ -7,7 +7,7 @@
 use spile_core::{ErrorKind, Result, Store};
 
 use super::Qcow2;
-use super::layout::{data_clusters, full_metadata_bytes};
+use super::layout::{clusters_inside, full_metadata_bytes};
 use super::refcounts::Refcounts;
 use crate::room::Room;
 
@@ -40,7 +40,7 @@ impl<S: Store> Qcow2<S> {
         Room {
             device_bytes,
             free_bytes: counts.free_within(clusters) << counts.cluster_bits,
-            most_bytes: full_metadata_bytes(&head.header) + data_clusters(&head.header) * head.header.cluster_bytes(),
+            most_bytes: full_metadata_bytes(&head.header) + clusters_inside(&head.header) * head.header.cluster_bytes(),
             is_out,
         }
     }

@@ -10,6 +10,8 @@
 //! 3. An L2 table is durable (zero, or a copy) before the L1 entry that names it.
 //! 4. Data are written in place only where the entry says COPIED and the refcount is 1, both looked at.
 //! 5. A cluster that nothing refers to any more goes back when that is durable and its last reader is gone (`flush`).
+//!
+//! Where the data lie in an external data file, `data_file` says what is different.
 
 use std::ops::Range;
 
@@ -21,7 +23,7 @@ use super::codec::{COPIED, OFFSET_MASK};
 use super::entries::{clusters_of, host_of};
 use super::map::entry_error;
 use super::writing::Writing;
-use crate::layer::{Found, Reserved};
+use crate::layer::{Found, Layer as _, Reserved};
 use crate::range_lock::RangeGuard;
 
 /// A part of one cluster: `within` is in bytes from the cluster's start.
@@ -40,7 +42,7 @@ pub(super) struct Old {
 }
 
 impl Old {
-    fn host(&self) -> Option<u64> {
+    pub fn host(&self) -> Option<u64> {
         host_of(&self.cluster)
     }
 }
@@ -129,7 +131,7 @@ impl<S: Store> Qcow2<S> {
     }
 
     /// The end of a cluster, or of the disk within it.
-    fn end_of(&self, cluster: u64) -> u64 {
+    pub(super) fn end_of(&self, cluster: u64) -> u64 {
         self.head.header.cluster_bytes().min(self.now.size_bytes() - self.start_of(cluster))
     }
 
@@ -186,12 +188,20 @@ impl<S: Store> Qcow2<S> {
             return Ok(ClusterReserved { image: self, part, host, new: None, held });
         }
         self.own_table(writing, at).await?;
+        if self.is_raw_data_file() {
+            self.show_raw(writing, part.cluster, &old).await?;
+            return Ok(ClusterReserved { image: self, part, host: at, new: None, _held: held });
+        }
         let (host, new) = self.place(writing, &part, old).await?;
         Ok(ClusterReserved { image: self, part, host, new: Some(Box::new(new)), held })
     }
 
     /// Where the cluster lies, if `part` of it can be written as it is.
     fn in_place(&self, old: &Old, part: &Part) -> Option<u64> {
+        // Whatever an entry says, nothing is written elsewhere in a data file.
+        if self.has_data_file() && old.host() != Some(self.start_of(part.cluster)) {
+            return None;
+        }
         match old.cluster {
             Cluster::Data(host) if old.is_own => Some(host),
             Cluster::Mixed { host: Some(host), allocated, .. } if old.is_own => {
@@ -208,7 +218,7 @@ impl<S: Store> Qcow2<S> {
     }
 
     /// The subclusters that `part` touches.
-    fn touched(&self, part: &Part) -> u32 {
+    pub(super) fn touched(&self, part: &Part) -> u32 {
         let bits = self.subcluster_bits();
         let (first, last) = (part.within.start >> bits, (part.within.end - 1) >> bits);
         (u32::MAX << first) & (u32::MAX >> (31 - last))
@@ -227,6 +237,9 @@ impl<S: Store> Qcow2<S> {
             .cluster(words.0, words.1)
             .map_err(|fault| entry_error("L2", words.0, at, fault))
             .at_path(self.path())?;
+        if self.has_data_file() {
+            return self.old_in_data_file(at, words, cluster).await;
+        }
         let mut old = Old { words, cluster, is_own: is_proved };
         let (bits, says_own) = (self.head.header.cluster_bits, words.0 & COPIED != 0);
         if let Cluster::Compressed(place) = cluster {
@@ -268,6 +281,12 @@ impl<S: Store> Qcow2<S> {
     /// The place of a write that changes the entry of its cluster.
     async fn place<'a>(&self, writing: &'a Writing, part: &Part, old: Old) -> Result<(u64, New<'a>)> {
         let bits = self.head.header.cluster_bits;
+        if self.has_data_file() {
+            let first = self.first_write(part, &old).await?;
+            let host = self.start_of(part.cluster);
+            let words = (host | COPIED, if self.rules.extended { first.bitmap } else { 0 });
+            return Ok((host, New { writing, old, words, around: first.around, needs_sync: true, fresh: None }));
+        }
         if let (Some(host), true) = (old.host(), old.is_own) {
             return self.place_in_own(writing, part, old, host).await;
         }
@@ -315,7 +334,7 @@ impl<S: Store> Qcow2<S> {
     }
 
     /// How many bytes before and after `part` belong to subclusters that it touches and that are `new`.
-    fn edges(&self, part: &Part, new: u32, end: u64) -> (u64, u64) {
+    pub(super) fn edges(&self, part: &Part, new: u32, end: u64) -> (u64, u64) {
         let bits = self.subcluster_bits();
         let (first, last) = (part.within.start >> bits, (part.within.end - 1) >> bits);
         let before = if new >> first & 1 == 1 { part.within.start - (first << bits) } else { 0 };
@@ -421,7 +440,9 @@ impl<S: Store> Qcow2<S> {
         let bits = self.head.header.cluster_bits;
         let gone = match (old.cluster, old.host()) {
             (Cluster::Compressed(place), _) => clusters_of(place, bits),
-            (_, Some(host)) if words.0 & OFFSET_MASK != host => host >> bits..(host >> bits) + 1,
+            (_, Some(host)) if words.0 & OFFSET_MASK != host && !self.has_data_file() => {
+                host >> bits..(host >> bits) + 1
+            }
             _ => return Ok(()),
         };
         writing.give_up(gone);
@@ -435,6 +456,9 @@ impl<S: Store> Qcow2<S> {
         let _alone = writing.clusters.exclusive(part.cluster..part.cluster + 1).await;
         let at = self.start_of(part.cluster);
         let old = self.old(writing, at).await?;
+        if self.has_data_file() && self.zero_shown(part, &old, may_unmap).await? {
+            return Ok(true);
+        }
         let words = match old.cluster {
             Cluster::Zero(_) => return Ok(true),
             Cluster::Unallocated if below_is_zero || !self.has_parent() => return Ok(true),
@@ -456,6 +480,9 @@ impl<S: Store> Qcow2<S> {
         };
         self.own_table(writing, at).await?;
         self.change_entry(writing, at, &old, words).await?;
+        if may_unmap {
+            self.give_back_hidden(part).await?;
+        }
         Ok(true)
     }
 
@@ -507,6 +534,11 @@ impl<S: Store> Qcow2<S> {
         let _alone = writing.clusters.exclusive(part.cluster..part.cluster + 1).await;
         let at = self.start_of(part.cluster);
         let old = self.old(writing, at).await?;
+        if self.has_data_file() && (self.is_raw_data_file() || matches!(old.cluster, Cluster::Data(_))) {
+            // Where zeroes would have to be written, the bytes may stay.
+            let frees = self.data_store().info().punches;
+            return if frees { self.zero_shown(part, &old, true).await.map(drop) } else { Ok(()) };
+        }
         let words = match old.cluster {
             Cluster::Unallocated => return Ok(()),
             _ if self.is_whole(part) => match self.zero_words(&old, true, below_is_zero) {
@@ -522,7 +554,8 @@ impl<S: Store> Qcow2<S> {
             return Ok(());
         }
         self.own_table(writing, at).await?;
-        self.change_entry(writing, at, &old, words).await
+        self.change_entry(writing, at, &old, words).await?;
+        self.give_back_hidden(part).await
     }
 
     /// The first part of `extent` that may have space in the file.
@@ -530,7 +563,8 @@ impl<S: Store> Qcow2<S> {
         let mut at = extent.start();
         while at < extent.end() {
             match self.map.find(at, extent.end() - at) {
-                (Found::Below | Found::Zero, len) => at += len,
+                // A raw data file may hold something there all the same.
+                (Found::Below | Found::Zero, len) if !self.is_raw_data_file() => at += len,
                 _ => {
                     let rest = Extent::from_range(at..extent.end());
                     let part = self.part(rest);

@@ -8,6 +8,7 @@ use spile_core::{Error, ErrorKind, Result, Store};
 use super::Qcow2;
 use super::alloc::Space;
 use super::codec::header::feature;
+use super::data_file;
 use super::flush::Flushes;
 use super::open::Head;
 use super::refcounts::Refcounts;
@@ -116,12 +117,10 @@ impl Writing {
 /// `Unsupported`; `Corrupt` for an image that is marked so.
 pub(super) fn refuse(head: &Head) -> Result<()> {
     let header = &head.header;
+    if let Some((what, hint)) = data_file::hindrance(header) {
+        return Err(Error::new(ErrorKind::Unsupported, what).hint(hint));
+    }
     let (kind, what, hint) = match () {
-        () if header.has(feature::DATA_FILE) => (
-            ErrorKind::Unsupported,
-            "an image with an external data file is not written",
-            "open it for reading only, or convert it",
-        ),
         () if header.has(feature::CORRUPT) => (
             ErrorKind::Corrupt,
             "the image is marked corrupt, and is not written",
@@ -142,6 +141,7 @@ impl<S: Store> Qcow2<S> {
             return Err(self.read_only_error());
         };
         writing.check(&self.store)?;
+        self.check_data_file()?;
         if !writing.has_begun() {
             Box::pin(self.begin_writing(writing)).await?;
         }
@@ -149,7 +149,7 @@ impl<S: Store> Qcow2<S> {
     }
 
     /// Once, before the first change: what a killed writer left is made durable, for its clusters may be used again; features that say
-    /// something of the content and that are not kept up are cleared, durably; and the file ends with a whole cluster.
+    /// something of the content and that are not kept up are cleared, durably; the file ends with a whole cluster, and a data file has room for the disk.
     #[cold]
     async fn begin_writing(&self, writing: &Writing) -> Result<()> {
         let _one = writing.beginning.lock().await;
@@ -157,9 +157,11 @@ impl<S: Store> Qcow2<S> {
             return Ok(());
         }
         let header = &self.head.header;
-        if header.version >= 3 && header.autoclear != 0 {
-            self.write_header(AUTOCLEAR_AT, &[0; 8]).await?;
+        let kept = data_file::kept_autoclear(header);
+        if header.version >= 3 && header.autoclear != kept {
+            self.write_header(AUTOCLEAR_AT, &kept.to_be_bytes()).await?;
         }
+        self.begin_data_file().await?;
         let len = self.store.len_bytes();
         let whole = len.next_multiple_of(header.cluster_bytes());
         if whole > len && self.store.info().grows_zeroed {

@@ -658,7 +658,7 @@ impl World {
     }
 
     pub fn open(&self, path: &str) -> Graph<MemStore> {
-        self.try_open(path, &OpenOptions::default()).unwrap()
+        self.try_open(path, &OpenOptions { allow_data_file: true, ..OpenOptions::default() }).unwrap()
     }
 
     /// Opens what must be refused; the error must be of that kind and its text must have `names` in it.

@@ -2,12 +2,14 @@
 //! ones, whether they read the images themselves or ask the server that has them open.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
-use spile_core::ExtentKind;
+use spile_core::{ExtentKind, Store};
 use spile_image::facts::{Record, Value};
-use spile_image::{LayerInfo, PlacedRun};
+use spile_image::layer::Layer as _;
+use spile_image::{GraphLayer, LayerInfo, PlacedRun};
 use utoipa::ToSchema;
 use utoipa::openapi::schema::{AdditionalProperties, AnyOf, ArrayBuilder, ObjectBuilder, SchemaType, Type};
 use utoipa::openapi::{RefOr, Schema};
@@ -159,9 +161,13 @@ impl Image {
     }
 }
 
-/// The layers of a map, by the paths of the images, the leaf first.
-pub fn map_layers<'a>(paths: impl Iterator<Item = &'a Path>) -> Vec<MapLayer> {
-    paths.enumerate().map(|(depth, path)| MapLayer { depth, path: text(path) }).collect()
+/// The layers of a map, by the files that hold their data, the leaf first.
+pub fn map_layers<S: Store>(images: &[Arc<GraphLayer<S>>]) -> Vec<MapLayer> {
+    let path = |image: &Arc<GraphLayer<S>>| match std::ptr::eq(image.image().store(), image.image().data_store()) {
+        true => text(image.path()),
+        false => text(image.image().data_store().path()),
+    };
+    images.iter().enumerate().map(|(depth, image)| MapLayer { depth, path: path(image) }).collect()
 }
 
 impl From<PlacedRun> for Run {

@@ -397,10 +397,7 @@ impl View {
             let look = disk.look(async |graph| {
                 let runs =
                     if at < end { graph.places(Extent::from_range(at..end), max_runs).await? } else { Vec::new() };
-                Ok((
-                    runs.into_iter().map(Run::from).collect(),
-                    map_layers(graph.handles().iter().map(|image| image.path())),
-                ))
+                Ok((runs.into_iter().map(Run::from).collect(), map_layers(graph.handles())))
             });
             // A caller that has gone does not need the answer.
             let _ = sender.send(look.await);

@@ -54,6 +54,7 @@ use super::open::read_l1;
 use super::resize::{SIZE_AT, fields};
 use super::writing::Writing;
 use crate::inner::{InnerChange, InnerSnapshot, Which};
+use crate::layer::Layer as _;
 
 /// All sizes of disks are multiples of it.
 const SECTOR_BYTES: u64 = 512;
@@ -76,6 +77,10 @@ impl<S: Store> Qcow2<S> {
 
     /// Makes, applies or deletes a snapshot, and seals the image. Returns the snapshot.
     pub(super) async fn change_inner_alone(&self, change: &InnerChange) -> Result<InnerSnapshot> {
+        if self.has_data_file() {
+            let error = self.unsupported("an image with an external data file has no snapshots inside it");
+            return Err(error.hint("a snapshot that is an image of its own: spile snapshot"));
+        }
         let all = self.inner_entries().await?;
         let changed = match change {
             InnerChange::Create { name, now_unix_s } => self.make_inner(&all, name, *now_unix_s).await,
