@@ -5,11 +5,10 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use spile_core::{Error, Result, Store as _};
-use spile_image::Graph;
-use spile_image::GraphLayer;
+use spile_core::{Error, Extent, Result, Store as _};
 use spile_image::bitmaps::{BitmapState, BrokenBitmaps, InnerBitmap, KeptBitmaps};
-use spile_image::layer::Layer as _;
+use spile_image::layer::Layer;
+use spile_image::{Graph, GraphLayer};
 use spile_life::changes::header::Grain;
 use spile_life::changes::{Changed, Changes, Checkpoint, is_hidden};
 use spile_store::{HostStore, OsFiles};
@@ -20,10 +19,19 @@ const BLOCK_BYTES: std::ops::RangeInclusive<u64> = 4096..=64 << 10;
 const MOST_BLOCKS: u64 = 1 << 28;
 
 /// The bitmaps of an image that its disk's changes are to be noted in.
-pub async fn recording(image: &impl spile_image::layer::Layer<HostStore>) -> Result<Vec<InnerBitmap>> {
+pub async fn recording(image: &impl Layer<HostStore>) -> Result<Vec<InnerBitmap>> {
     let there = image.bitmaps().await?.unwrap_or_default();
     let is_good = |bitmap: &InnerBitmap| bitmap.records && bitmap.state == BitmapState::Good && !is_hidden(&bitmap.name);
     Ok(there.into_iter().filter(is_good).collect())
+}
+
+/// True when the image of `graph` has a bitmap of this name, whatever its state.
+///
+/// # Errors
+/// Those of the image.
+pub async fn has(graph: &Graph<HostStore>, name: &str) -> Result<bool> {
+    let there = graph.handles()[0].image().bitmaps().await?.unwrap_or_default();
+    Ok(there.iter().any(|bitmap| bitmap.name == name))
 }
 
 /// How finely the changes of a disk of `disk_bytes` are kept that has these bitmaps, and no checkpoint yet.
@@ -129,12 +137,12 @@ impl Seen {
         let mut at = within.start;
         while at < within.end {
             let part = self.image.image().bitmap_part(name, at).await?;
-            let touches = |range: &&spile_core::Extent| range.start() < within.end && range.end() > within.start;
+            let touches = |range: &&Extent| range.start() < within.end && range.end() > within.start;
             for range in part.ranges.iter().filter(touches) {
                 match changed.ranges.last_mut() {
                     // A part may begin with what the one before has ended with.
                     Some(last) if last.end() >= range.start() => {
-                        *last = spile_core::Extent::from_range(last.start()..range.end().max(last.end()));
+                        *last = Extent::from_range(last.start()..range.end().max(last.end()));
                     }
                     _ => changed.ranges.push(*range),
                 }

@@ -173,13 +173,15 @@ impl<S: Store> Qcow2<S> {
     pub(super) async fn remove_kept_bitmap(&self, name: &str) -> Result<()> {
         let writing = self.writing().await?;
         let mut slot = writing.bitmaps.lock().await;
+        let Found::Sound(directory) = Directory::read(&self.store).await? else { return Ok(()) };
+        let Some(number) = directory.find(name) else { return Ok(()) };
         let Some(kept) = slot.as_mut().filter(|kept| kept.names.iter().any(|known| known == name)) else {
+            // Nobody has looked whether its space is its own.
+            let path = self.store.path().display();
+            tracing::warn!("{path}: the bitmap {name:?} stays in the image, in use: qemu-img bitmap --remove takes it out");
             return Ok(());
         };
-        let Found::Sound(directory) = Directory::read(&self.store).await? else { return Ok(()) };
-        if let Some(number) = directory.find(name) {
-            self.remove_entry(writing, *directory, number).await.at_path(self.store.path())?;
-        }
+        self.remove_entry(writing, *directory, number).await.at_path(self.store.path())?;
         kept.names.retain(|known| known != name);
         Ok(())
     }
