@@ -212,7 +212,8 @@ impl Checkpoints {
         if is_hidden(name) {
             return Err(Error::new(ErrorKind::InvalidInput, format!("{name:?} cannot be the name of a checkpoint")));
         }
-        if inner_bitmaps::has(&disk.graph().await, name).await? {
+        let graph = disk.graph().await;
+        if inner_bitmaps::has(&graph, name).await? {
             let what = format!("the disk's image has a bitmap {name:?} already");
             return Err(Error::new(ErrorKind::Exists, what).hint("choose another name"));
         }

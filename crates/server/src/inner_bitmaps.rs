@@ -21,7 +21,8 @@ const MOST_BLOCKS: u64 = 1 << 28;
 /// The bitmaps of an image that its disk's changes are to be noted in.
 pub async fn recording(image: &impl Layer<HostStore>) -> Result<Vec<InnerBitmap>> {
     let there = image.bitmaps().await?.unwrap_or_default();
-    let is_good = |bitmap: &InnerBitmap| bitmap.records && bitmap.state == BitmapState::Good && !is_hidden(&bitmap.name);
+    let is_good =
+        |bitmap: &InnerBitmap| bitmap.records && bitmap.state == BitmapState::Good && !is_hidden(&bitmap.name);
     Ok(there.into_iter().filter(is_good).collect())
 }
 

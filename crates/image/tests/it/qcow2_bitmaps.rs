@@ -69,7 +69,9 @@ struct Told(Mutex<Vec<(String, Range<u64>)>>);
 impl ChangedSince for Told {
     fn changed<'a>(&'a self, name: &'a str, within: Range<u64>, _: u64) -> LaterRanges<'a> {
         let all = self.0.lock().unwrap().clone();
-        let ranges = all.into_iter().filter(move |(known, range)| known == name && range.start < within.end && within.start < range.end);
+        let ranges = all
+            .into_iter()
+            .filter(move |(known, range)| known == name && range.start < within.end && within.start < range.end);
         Box::pin(std::future::ready(Ok(ranges.map(|(_, range)| Extent::from_range(range)).collect())))
     }
 }
@@ -165,7 +167,9 @@ fn nothing_is_written_where_nothing_has_changed() {
     assert_eq!(keep(&disk, &["b"], &[("b", 0..SIZE)]), ["b"]);
     assert_eq!(read(&disk, 0..512), [1; 512]);
     close(&world, disk);
-    assert!(world.files.file(PATH).bytes(0, before.len()) == before && world.files.file(PATH).len() == before.len() as u64);
+    assert!(
+        world.files.file(PATH).bytes(0, before.len()) == before && world.files.file(PATH).len() == before.len() as u64
+    );
 }
 
 #[test]

@@ -66,7 +66,8 @@ impl<F: Files + Clone> Changes<F> {
     ) -> Result<Followed> {
         self.drop_gone(state, there).await?;
         let (mut followed, mut taken) = (Followed::default(), Vec::<Taken<F::Store>>::new());
-        let is_known = |header: &Header, name: &str| header.intervals.iter().any(|one| one.is_bitmap && one.name == name);
+        let is_known =
+            |header: &Header, name: &str| header.intervals.iter().any(|one| one.is_bitmap && one.name == name);
         // The place and the name of each new interval are taken in this header.
         let mut header = state.header.clone();
         for bitmap in there.unwrap_or_default() {

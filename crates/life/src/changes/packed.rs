@@ -61,8 +61,10 @@ impl<F: Files + Clone> Changes<F> {
             let (offset_bytes, room_bytes, settled) = (0, disk_bytes, None);
             let covered_bytes = disk_bytes;
             let name = name.to_owned();
-            packed
-                .put(Interval { name, created_unix_s, offset_bytes, covered_bytes, room_bytes, settled, is_bitmap: false }, Vec::new())?;
+            packed.put(
+                Interval { name, created_unix_s, offset_bytes, covered_bytes, room_bytes, settled, is_bitmap: false },
+                Vec::new(),
+            )?;
         }
         Ok(Some(packed).filter(|packed| !packed.parts.is_empty()))
     }
@@ -188,7 +190,15 @@ mod tests {
     fn a_file_of_another_host_is_bounded_by_the_disk_and_hides_nothing() {
         let one = |name: &str, room_bytes| {
             let (name, covered_bytes) = (name.to_owned(), 1 << 20);
-            Interval { name, created_unix_s: 1, offset_bytes: 0, covered_bytes, room_bytes, settled: Some(0), is_bitmap: false }
+            Interval {
+                name,
+                created_unix_s: 1,
+                offset_bytes: 0,
+                covered_bytes,
+                room_bytes,
+                settled: Some(0),
+                is_bitmap: false,
+            }
         };
         let header = |grain, intervals| Header { intervals, ..new_header(1 << 30, grain) };
         let usual = Grain::default();

@@ -31,12 +31,22 @@ fn a_crash_at_every_step_and_another_after_it_find_nothing() {
 
 #[test]
 fn a_bitmap_that_is_in_use_too_late_is_found() {
-    found::bites(|seed, broken| run_bitmaps(seed, broken, false), (Broken::InUseLate, Broken::Nothing), (0, 0..SEEDS), NOT_SET);
+    found::bites(
+        |seed, broken| run_bitmaps(seed, broken, false),
+        (Broken::InUseLate, Broken::Nothing),
+        (0, 0..SEEDS),
+        NOT_SET,
+    );
 }
 
 #[test]
 fn a_bit_that_is_dropped_is_found() {
-    found::bites(|seed, broken| run_bitmaps(seed, broken, false), (Broken::BitDropped, Broken::Nothing), (0, 0..SEEDS), NOT_SET);
+    found::bites(
+        |seed, broken| run_bitmaps(seed, broken, false),
+        (Broken::BitDropped, Broken::Nothing),
+        (0, 0..SEEDS),
+        NOT_SET,
+    );
 }
 
 #[test]

@@ -154,7 +154,8 @@ fn by_server(args: &CheckpointArgs, server: &Path, path: &str) -> Result<Checkpo
 
 fn print_list(list: &CheckpointList) {
     let mut table = super::control::fitting_table();
-    let (mut header, has_bitmaps) = (vec!["CHECKPOINT", "AGE", "CHANGED SINCE"], list.checkpoints.iter().any(|one| one.in_image));
+    let (mut header, has_bitmaps) =
+        (vec!["CHECKPOINT", "AGE", "CHANGED SINCE"], list.checkpoints.iter().any(|one| one.in_image));
     if has_bitmaps {
         header.push("IN THE IMAGE");
     }

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use spile_core::{Error, ErrorKind, Result, ResultExt, Store};
 
-use super::super::codec::bitmap::{Bitmap, Bits, BitmapsExtension, flag};
+use super::super::codec::bitmap::{Bitmap, BitmapsExtension, Bits, flag};
 use super::super::codec::extension::{Extension, kind};
 use super::super::codec::header::feature;
 use super::super::codec::table::decode;

@@ -27,8 +27,8 @@ use super::codec::bitmap::{Bitmap, Bits, flag};
 use super::open::read;
 use super::refcounts::Refcounts;
 use super::writing::Writing;
-use crate::layer::Layer as _;
 use crate::bitmaps::{BitmapPart, BitmapState, BrokenBitmaps, InnerBitmap, KeptBitmaps};
+use crate::layer::Layer as _;
 
 /// Granularities that other programs know.
 const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
@@ -178,7 +178,9 @@ impl<S: Store> Qcow2<S> {
         let Some(kept) = slot.as_mut().filter(|kept| kept.names.iter().any(|known| known == name)) else {
             // Nobody has looked whether its space is its own.
             let path = self.store.path().display();
-            tracing::warn!("{path}: the bitmap {name:?} stays in the image, in use: qemu-img bitmap --remove takes it out");
+            tracing::warn!(
+                "{path}: the bitmap {name:?} stays in the image, in use: qemu-img bitmap --remove takes it out"
+            );
             return Ok(());
         };
         self.remove_entry(writing, *directory, number).await.at_path(self.store.path())?;

@@ -40,7 +40,9 @@ impl<S: Store> Qcow2<S> {
         }
         if let Err(error) = self.save_all(&kept).await {
             let path = self.store.path().display();
-            tracing::warn!("{path}: the bitmaps inside the image are not saved, and no other program believes them: {error}");
+            tracing::warn!(
+                "{path}: the bitmaps inside the image are not saved, and no other program believes them: {error}"
+            );
         }
     }
 
@@ -221,10 +223,8 @@ impl<S: Store> Qcow2<S> {
         let all = &directory.head.extensions.all;
         let is_at_end = all.last().is_some_and(|extension| extension.kind == kind::BITMAPS);
         let others = all.iter().filter(|extension| extension.kind != kind::BITMAPS).cloned().collect();
-        let header = Header {
-            autoclear: directory.head.header.autoclear & !feature::BITMAPS,
-            ..directory.head.header.clone()
-        };
+        let header =
+            Header { autoclear: directory.head.header.autoclear & !feature::BITMAPS, ..directory.head.header.clone() };
         let autoclear = header.autoclear.to_be_bytes();
         let change = first_cluster::change(&directory.head, header, others, directory.head.backing.as_deref());
         if !is_at_end && change.is_none() {
@@ -249,7 +249,8 @@ impl<S: Store> Qcow2<S> {
 }
 
 fn cannot_remove() -> Error {
-    let what = "the bitmap cannot be removed while the image is in use: the first cluster has no room for that in one step";
+    let what =
+        "the bitmap cannot be removed while the image is in use: the first cluster has no room for that in one step";
     Error::new(ErrorKind::Unsupported, what).hint("end its server, and use qemu-img bitmap --remove")
 }
 
@@ -271,7 +272,8 @@ async fn bits_of(
                 let bits = bits.get_or_insert_with(|| vec![0; cluster_bytes]);
                 let number = |at: u64| (at - within.start) >> bitmap.granularity_bits;
                 let dropped = u64::from(kept.broken == BrokenBitmaps::BitDropped);
-                (number(clipped.start)..number(clipped.end - 1) + 1 - dropped).for_each(|bit| bits[bit as usize / 8] |= 1 << (bit % 8));
+                (number(clipped.start)..number(clipped.end - 1) + 1 - dropped)
+                    .for_each(|bit| bits[bit as usize / 8] |= 1 << (bit % 8));
             }
         }
         at = end;
