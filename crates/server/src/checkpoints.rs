@@ -212,8 +212,11 @@ impl Checkpoints {
         if is_hidden(name) {
             return Err(Error::new(ErrorKind::InvalidInput, format!("{name:?} cannot be the name of a checkpoint")));
         }
-        let graph = disk.graph().await;
-        if inner_bitmaps::has(&graph, name).await? {
+        let has_it = {
+            let graph = disk.graph().await;
+            inner_bitmaps::has(&graph, name).await?
+        };
+        if has_it {
             let what = format!("the disk's image has a bitmap {name:?} already");
             return Err(Error::new(ErrorKind::Exists, what).hint("choose another name"));
         }
