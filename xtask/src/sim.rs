@@ -10,7 +10,7 @@ const SHORT_SEEDS: &str = "2000";
 const EVERY_STEP_SEEDS: &str = "12";
 
 /// What is run besides single images.
-const MODES: [&str; 7] = ["--exchange", "--merge", "--changes", "--backup", "--gc", "--move", "--receive"];
+const MODES: [&str; 8] = ["--exchange", "--merge", "--changes", "--bitmaps", "--backup", "--gc", "--move", "--receive"];
 
 /// Runs `--seeds N` seeds of each mode; more arguments go to the simulator as they are. Where they choose what is run, that alone is run. Else some
 /// seeds are crashed at every step first.

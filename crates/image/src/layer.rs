@@ -14,6 +14,7 @@ use std::time::Duration;
 use spile_core::{Error, ErrorKind, Extent, ExtentKind, Result, Segments, Store, StoreOffset, Timer, Via};
 
 use crate::amend::{Amended, Amendment};
+use crate::bitmaps::{BitmapPart, InnerBitmap, KeptBitmaps};
 use crate::create::NewParent;
 use crate::facts::Facts;
 use crate::formats::Format;
@@ -438,6 +439,43 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     fn change_inner_unused(&self, change: &InnerChange) -> impl Future<Output = Result<InnerSnapshot>> {
         let _ = change;
         async { Err(self.unsupported("an image of this format has no snapshots inside it")) }
+    }
+
+    /// The bitmaps inside the image, in the order of its directory; `None` where they cannot be told, or the image says that none of them is
+    /// consistent.
+    ///
+    /// # Errors
+    /// Errors of the store.
+    fn bitmaps(&self) -> impl Future<Output = Result<Option<Vec<InnerBitmap>>>> {
+        async { Ok(Some(Vec::new())) }
+    }
+
+    /// What is set in the bitmap `name` of the image, as its file has it, from `from_bytes` of the disk on.
+    ///
+    /// # Errors
+    /// `NotFound`; `Corrupt` for a bitmap that cannot be read; errors of the store.
+    fn bitmap_part(&self, name: &str, from_bytes: u64) -> impl Future<Output = Result<BitmapPart>> {
+        let _ = (name, from_bytes);
+        async { Err(self.unsupported("an image of this format has no bitmaps inside it")) }
+    }
+
+    /// From now on somebody knows what has changed since these bitmaps of the image were made: when it is sealed, it has that in them. Called before
+    /// the first change. Bitmaps that nobody keeps up are not to be believed after a change. Returns the names of those that can be kept up.
+    ///
+    /// # Errors
+    /// `ReadOnly`; errors of the store.
+    fn keep_bitmaps(&self, kept: KeptBitmaps) -> impl Future<Output = Result<Vec<String>>> {
+        let _ = kept;
+        async { Ok(Vec::new()) }
+    }
+
+    /// Removes a bitmap that is kept up from the image, durably; requests may be in flight. One that is not there any more is no error.
+    ///
+    /// # Errors
+    /// `Unsupported` where that cannot be done while the image is in use; `NoSpace`; errors of the store.
+    fn remove_bitmap(&self, name: &str) -> impl Future<Output = Result<()>> {
+        let _ = name;
+        async { Ok(()) }
     }
 
     /// True when a process that was killed left acknowledged writes that only an open for writing makes durable.

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod amend;
+pub mod bitmaps;
 pub mod check;
 mod children;
 pub mod create;

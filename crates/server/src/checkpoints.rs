@@ -18,6 +18,7 @@ use spile_life::names;
 use spile_node::{Node, Place};
 use spile_store::{AnyStore, CacheMode, HostStore, OsFiles};
 
+use crate::inner_bitmaps::{self, Seen};
 use crate::jobs::Access;
 use crate::look;
 
@@ -42,6 +43,8 @@ struct Shown {
     changes: Option<Arc<Changes<OsFiles>>>,
     /// Why nobody knows which checkpoints there were.
     damage: Option<&'static str>,
+    /// The bitmaps of the image of a disk that is open for reading.
+    seen: Option<Seen>,
 }
 
 /// The checkpoints of a disk that is about to be elsewhere.
@@ -71,12 +74,64 @@ impl Checkpoints {
     }
 
     /// Opens the checkpoints of the disk `graph`, if it has some. No request may change the disk before [`Checkpoints::attach`]. Those of a disk that
-    /// is open for reading only can be read; where they cannot, it has none.
+    /// is open for reading only can be read; where they cannot, it has none. Bitmaps inside the image are checkpoints, too.
     ///
     /// # Errors
     /// `Busy` while another process has them open; `Unsupported` when a newer program has written their file; the system's, where the file
     /// can neither be read nor removed.
     pub async fn open(&self, graph: &Graph<HostStore>) -> Result<()> {
+        self.open_own(graph).await?;
+        match graph.info().read_only {
+            true => self.see_bitmaps(graph).await,
+            false => Box::pin(self.follow_bitmaps(graph)).await,
+        }
+        Ok(())
+    }
+
+    /// Has the bitmaps of the image that is open for reading be told.
+    async fn see_bitmaps(&self, graph: &Graph<HostStore>) {
+        let changes = self.now();
+        let mut own = Vec::new();
+        for name in self.names() {
+            if let Some(changes) = &changes
+                && !changes.is_bitmap(&name).await
+            {
+                own.push(name);
+            }
+        }
+        self.shown().seen = Seen::of(graph, &own).await;
+    }
+
+    /// Has the bitmaps of the image be checkpoints, for which it gets a file of changed blocks if it has none. Where that fails, they are not kept up.
+    async fn follow_bitmaps(&self, graph: &Graph<HostStore>) {
+        let mut slot = self.changes.lock().await;
+        let (mut changes, is_new) = (slot.clone(), slot.is_none());
+        let followed = async {
+            let (path, recording) = (place(graph), inner_bitmaps::recording(graph.handles()[0].image()).await?);
+            if changes.is_none() && !recording.is_empty() {
+                let grain = inner_bitmaps::grain(&recording, graph.size_bytes());
+                changes = Some(Arc::new(self.create_at(graph, &path?, grain).await?));
+            }
+            match &changes {
+                Some(changes) => inner_bitmaps::follow(changes, graph).await,
+                None => Ok(()),
+            }
+        };
+        if let Err(error) = followed.await {
+            inner_bitmaps::tell_unread(graph, &error);
+        }
+        if let Some(new) = changes.as_ref().filter(|_| is_new)
+            && new.names().await.0.is_empty()
+        {
+            let _ = new.leave().await;
+            return;
+        }
+        *slot = changes;
+        self.show(slot.as_ref()).await;
+    }
+
+    /// As [`Checkpoints::open`], but for bitmaps inside the image.
+    async fn open_own(&self, graph: &Graph<HostStore>) -> Result<()> {
         let Ok(disk) = place(graph) else { return Ok(()) };
         let side = names::changes(&disk);
         let (size, found) = (graph.size_bytes(), look::found(graph, &side).await);
@@ -157,6 +212,14 @@ impl Checkpoints {
         if is_hidden(name) {
             return Err(Error::new(ErrorKind::InvalidInput, format!("{name:?} cannot be the name of a checkpoint")));
         }
+        let has_it = {
+            let graph = disk.graph().await;
+            inner_bitmaps::has(&graph, name).await?
+        };
+        if has_it {
+            let what = format!("the disk's image has a bitmap {name:?} already");
+            return Err(Error::new(ErrorKind::Exists, what).hint("choose another name"));
+        }
         self.make_any(disk, name, block_bytes, meanwhile).await
     }
 
@@ -191,25 +254,33 @@ impl Checkpoints {
             let error = Error::new(ErrorKind::ReadOnly, "the disk is open for reading only").at_path(&path);
             return Err(error.hint("what cannot change needs no checkpoint"));
         }
-        let grain = grain(block_bytes)?;
-        let (around, side) = (self.around(), names::changes(&path));
-        let found = look::now(&graph, &side).await;
-        let changes = Changes::create(around, &path, disk.size_bytes(), grain, found);
+        self.create_at(&graph, &path, grain(block_bytes)?).await
+    }
+
+    /// Makes the file of changed blocks of the disk at `path`.
+    async fn create_at(&self, graph: &Graph<HostStore>, path: &Path, grain: Grain) -> Result<Changes<OsFiles>> {
+        let (around, side) = (self.around(), names::changes(path));
+        let found = look::now(graph, &side).await;
+        let changes = Changes::create(around, path, graph.size_bytes(), grain, found);
         let changes = changes.await.map_err(|error| error.at_path(&side))?;
-        if let Err(error) = self.files.copy_access(&path, &side).await {
+        if let Err(error) = self.files.copy_access(path, &side).await {
             let _ = changes.leave().await;
             return Err(error);
         }
         Ok(changes)
     }
 
-    /// Removes a checkpoint. What has changed since earlier ones stays known. With the last one, the file goes.
+    /// Removes a checkpoint, and the bitmap of the image that it is. What has changed since earlier ones stays known. With the last one, the file goes.
     ///
     /// # Errors
-    /// `NotFound`; the system's.
+    /// `NotFound`; `Unsupported` where the image keeps the bitmap while it is in use; the system's.
     pub async fn remove(&self, disk: &Disk, name: &str) -> Result<()> {
         let mut slot = self.changes.lock().await;
         let Some(changes) = slot.as_ref() else { return Err(no_checkpoint(name)) };
+        if changes.is_bitmap(name).await {
+            // When this process ends behind that, the next one finds no bitmap, and removes the checkpoint.
+            disk.graph().await.handles()[0].image().remove_bitmap(name).await?;
+        }
         let mut removed = changes.remove(disk, name).await;
         if removed.is_ok() && changes.names().await.0.is_empty() {
             removed = changes.leave().await;
@@ -354,6 +425,9 @@ impl Checkpoints {
     /// # Errors
     /// `NotFound`.
     pub async fn made_at(&self, name: &str) -> Result<u64> {
+        if self.seen_with(name).is_some() {
+            return Ok(0);
+        }
         match self.now() {
             Some(changes) => changes.made_at(name).await,
             None => Err(no_checkpoint(name)),
@@ -362,20 +436,32 @@ impl Checkpoints {
 
     /// The checkpoints, oldest first, and the size of a block in bytes, if there is a file of changed blocks.
     pub async fn list(&self, disk: &Disk) -> (Vec<Checkpoint>, Option<u32>) {
-        match self.now() {
-            Some(changes) => {
-                let all = changes.checkpoints(disk.size_bytes()).await;
-                (all.into_iter().filter(|one| !is_hidden(&one.name)).collect(), Some(changes.names().await.1))
+        let seen = self.shown().seen.clone();
+        let mut all = match self.now() {
+            Some(changes) => changes.checkpoints(disk.size_bytes()).await,
+            None => Vec::new(),
+        };
+        let is_seen = |name: &str| seen.as_ref().is_some_and(|seen| seen.has(name));
+        all.retain(|one| !is_hidden(&one.name) && !is_seen(&one.name));
+        if let Some(seen) = &seen {
+            match seen.checkpoints().await {
+                Ok(more) => all.extend(more),
+                Err(error) => tracing::warn!("the bitmaps inside the image cannot be read: {error}"),
             }
-            None => (Vec::new(), None),
         }
+        (all, self.block_bytes().await)
+    }
+
+    /// The bitmaps of an image that is open for reading, if `name` is one.
+    fn seen_with(&self, name: &str) -> Option<Seen> {
+        self.shown().seen.clone().filter(|seen| seen.has(name))
     }
 
     /// The size of a block in bytes, if there is a file of changed blocks.
     pub async fn block_bytes(&self) -> Option<u32> {
         match self.now() {
             Some(changes) => Some(changes.names().await.1),
-            None => None,
+            None => self.shown().seen.as_ref().map(Seen::block_bytes),
         }
     }
 
@@ -384,6 +470,9 @@ impl Checkpoints {
     /// # Errors
     /// `NotFound` when there is no such checkpoint; `InvalidInput` when `until` is not later.
     pub async fn changed(&self, disk: &Disk, since: &str, until: Option<&str>, within: Range<u64>) -> Result<Changed> {
+        if let Some(seen) = self.seen_with(since).filter(|_| until.is_none()) {
+            return seen.changed(since, within).await;
+        }
         match self.now() {
             Some(changes) => changes.between(since, until, within, disk.size_bytes()).await,
             None => Err(no_checkpoint(since)),
@@ -392,7 +481,11 @@ impl Checkpoints {
 
     /// The names of the checkpoints now, oldest first.
     pub fn names(&self) -> Vec<String> {
-        self.shown().names.clone()
+        let shown = self.shown();
+        let mut names = shown.names.clone();
+        let seen = shown.seen.iter().flat_map(Seen::names);
+        names.extend(seen.filter(|name| !shown.names.contains(name)));
+        names
     }
 
     /// Why changes are not noted any more, or are not known, if that is so.
@@ -498,7 +591,9 @@ impl Checkpoints {
             None => (Vec::new(), None),
         };
         let names = names.into_iter().filter(|name| !is_hidden(name)).collect();
-        *self.shown() = Shown { names, changes: changes.cloned(), damage };
+        let mut shown = self.shown();
+        let seen = shown.seen.take();
+        *shown = Shown { names, changes: changes.cloned(), damage, seen };
     }
 
     fn around(&self) -> Surroundings<OsFiles> {
@@ -523,7 +618,8 @@ impl Checkpoints {
 /// As [`Checkpoints::open`]; the system's.
 pub async fn forget(graph: &Graph<HostStore>, no_lock: bool) -> Result<()> {
     let checkpoints = Checkpoints::none(Access { no_lock, ..Access::default() });
-    checkpoints.open(graph).await?;
+    // Bitmaps inside the image are in use from the first change on, and nobody keeps them up.
+    checkpoints.open_own(graph).await?;
     checkpoints.forget().await
 }
 

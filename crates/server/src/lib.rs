@@ -17,6 +17,7 @@ pub mod family;
 pub mod grow;
 pub mod host;
 pub mod host_device;
+pub mod inner_bitmaps;
 pub mod jobs;
 pub mod limits;
 pub mod listen;

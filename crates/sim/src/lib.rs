@@ -9,6 +9,7 @@
 mod summary;
 
 pub mod backup;
+pub mod bitmaps;
 pub mod changes;
 mod checkpoints;
 pub mod exec;

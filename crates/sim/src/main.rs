@@ -7,6 +7,7 @@ use std::ops::{AddAssign, Range};
 use std::process::ExitCode;
 
 use spile_sim::backup::{self, run_backup};
+use spile_sim::bitmaps::{self, run_bitmaps};
 use spile_sim::changes::{self, run_changes};
 use spile_sim::explore::{Finding, Options};
 use spile_sim::gc::{self, run_gc};
@@ -31,6 +32,7 @@ spile-sim: runs the image code against a simulated host and crashes it anywhere
   --move           disks are moved under load; on one thread
   --receive        disks are moved to another host, by links that are cut, and back; on one thread
   --changes        changed blocks are tracked under load, checkpoints made and removed; on one thread
+  --bitmaps        bitmaps inside qcow2 images are kept up under load; on one thread
   --backup         disks are backed up at one point in time under load; on one thread
   --every-step     one short life for each seed, crashed at every step, both ways
   --threads N      default: as many as there are processors
@@ -58,6 +60,7 @@ enum What {
     Move,
     Receive,
     Changes,
+    Bitmaps,
     Backup,
 }
 
@@ -79,6 +82,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
             "--trace" => arguments.trace = true,
             "--exchange" => arguments.what = What::Exchange,
             "--changes" => arguments.what = What::Changes,
+            "--bitmaps" => arguments.what = What::Bitmaps,
             "--backup" => arguments.what = What::Backup,
             "--merge" => arguments.what = What::Merge,
             "--gc" => arguments.what = What::Gc,
@@ -137,6 +141,10 @@ fn run(arguments: &Arguments) -> ExitCode {
             each_seed(seeds, arguments, |seed| changes::run_every_step(seed, changes::Broken::Nothing))
         }
         What::Changes => each_seed(seeds, arguments, |seed| run_changes(seed, changes::Broken::Nothing, trace)),
+        What::Bitmaps if is_every_step => {
+            each_seed(seeds, arguments, |seed| bitmaps::run_every_step(seed, bitmaps::Broken::Nothing))
+        }
+        What::Bitmaps => each_seed(seeds, arguments, |seed| run_bitmaps(seed, bitmaps::Broken::Nothing, trace)),
         What::Backup => {
             let kept = backup::Broken::Copy(backup::BrokenCopy::Nothing);
             each_seed(seeds, arguments, |seed| run_backup(seed, kept, trace))

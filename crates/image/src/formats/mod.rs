@@ -24,6 +24,7 @@ use spile_core::{
 };
 
 use crate::amend::{Amended, Amendment};
+use crate::bitmaps::{BitmapPart, InnerBitmap, KeptBitmaps};
 use crate::check::{Lost, Report};
 use crate::create::{NewImage, NewParent, Options};
 use crate::facts::Facts;

@@ -12,6 +12,7 @@ mod hostile_raw;
 mod lazy;
 mod parents;
 mod qcow2_amend;
+mod qcow2_bitmaps;
 mod qcow2_cases;
 mod qcow2_chains;
 mod qcow2_check;

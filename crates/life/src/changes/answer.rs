@@ -94,7 +94,8 @@ impl<F: Files + Clone> Changes<F> {
         if state.is_damaged || is_same || self.is_read_only || self.giving.loss().is_some() {
             return Ok(());
         }
-        let header = Header { stamp, ..state.header.clone() };
+        let mut header = state.header.clone();
+        header.set_stamp(stamp);
         self.write(&mut state, header).await
     }
 
@@ -112,6 +113,7 @@ impl<F: Files + Clone> Changes<F> {
             name: interval.name,
             created_unix_s: interval.created_unix_s,
             changed_bytes,
+            is_bitmap: interval.is_bitmap,
         };
         header.intervals.into_iter().zip(changed).map(checkpoint).collect()
     }
@@ -203,7 +205,7 @@ impl<F: Files + Clone> Changes<F> {
 
 impl<S: spile_core::Store> State<S> {
     /// What may have changed in the intervals of these numbers, in the part `within` of the disk.
-    fn between(&self, numbers: Range<usize>, within: Range<u64>, disk_bytes: u64) -> Changed {
+    pub(super) fn between(&self, numbers: Range<usize>, within: Range<u64>, disk_bytes: u64) -> Changed {
         let block_bytes = u64::from(self.header.grain.block_bytes);
         let base = within.start / block_bytes / 64 * 64;
         let count = within.end.div_ceil(block_bytes).saturating_sub(base);

@@ -28,6 +28,7 @@
 //! | 24 | 4 | CRC-32 of the bits when they are settled |
 //! | 28 | 1 | 1: the bits are settled: all of them are durable, and none is set any more |
 //! | 29 | 1 | bytes of the name |
+//! | 30 | 1 | 1: the disk's image has a bitmap of this name, which is kept up |
 //! | 32 | 8 | so many bytes of the disk have room for bits in the file |
 //! | 40 | 88 | name of the checkpoint that the interval begins with, UTF-8 |
 
@@ -124,6 +125,8 @@ pub struct Interval {
     pub room_bytes: u64,
     /// The checksum of the bits, when all of them are durable and none is set any more.
     pub settled: Option<u32>,
+    /// The disk's image has a bitmap of this name. What has changed since the checkpoint is to be in that, too.
+    pub is_bitmap: bool,
 }
 
 /// Why bytes are no header.
@@ -228,6 +231,19 @@ impl Header {
         }
     }
 
+    /// The disk has another image, whose bitmaps nobody has looked at.
+    pub fn forget_bitmaps(&mut self) {
+        self.intervals.iter_mut().for_each(|interval| interval.is_bitmap = false);
+    }
+
+    /// The disk's image looks like `stamp`.
+    pub fn set_stamp(&mut self, stamp: Stamp) {
+        if !self.stamp.is_same_file(&stamp) {
+            self.forget_bitmaps();
+        }
+        self.stamp = stamp;
+    }
+
     /// Where the first interval can lie.
     pub fn first_free() -> u64 {
         2 * COPY_BYTES as u64
@@ -248,6 +264,7 @@ impl Interval {
         into[24..28].copy_from_slice(&self.settled.unwrap_or(0).to_le_bytes());
         into[28] = self.settled.is_some().into();
         into[29] = self.name.len() as u8;
+        into[30] = self.is_bitmap.into();
         into[32..40].copy_from_slice(&self.room_bytes.to_le_bytes());
         into[40..40 + self.name.len()].copy_from_slice(self.name.as_bytes());
     }
@@ -261,6 +278,7 @@ impl Interval {
             covered_bytes: u64_at(bytes, 8),
             room_bytes: u64_at(bytes, 32),
             settled: (bytes[28] != 0).then(|| u32_at(bytes, 24)),
+            is_bitmap: bytes[30] != 0,
         };
         let is_sound = interval.offset_bytes >= Header::first_free()
             && interval.offset_bytes.is_multiple_of(PAGE_BYTES)
@@ -324,6 +342,7 @@ mod tests {
                 covered_bytes,
                 room_bytes: covered_bytes + u64::from(created) % (1 << 20),
                 settled,
+                is_bitmap: created % 2 == 1,
             },
         )
     }

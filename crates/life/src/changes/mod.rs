@@ -45,9 +45,14 @@
 //! When the disk gets another image at another place, its file is copied there first, while requests set the bits in both ([`Changes::carry`]). To another host it is
 //! sent ([`Changes::pack`]), which notes from its arrival on what comes to the disk's image there.
 //!
+//! # Bitmaps of the image
+//! A bitmap inside the image is a checkpoint, too, while Spile has the disk ([`Changes::follow_bitmaps`]): its bits are taken up, and the image gets them back when it is
+//! closed.
+//!
 //! A checkpoint that is made around a snapshot of the disk serves the snapshot, too: see [`Changes::checkpoint_with`].
 
 mod answer;
+mod bitmaps;
 pub(crate) mod bits;
 mod carry;
 pub mod header;
@@ -66,6 +71,7 @@ use spile_node::{Node, Place, Stage};
 
 use crate::names;
 pub use answer::Changed;
+pub use bitmaps::{Followed, Keeper};
 use header::{COPY_BYTES, Grain, Header, Interval, LONGEST_NAME_BYTES, MOST_CHECKPOINTS, Stamp, Unreadable};
 use loss::Giving;
 pub use loss::Loss;
@@ -105,6 +111,8 @@ pub struct Checkpoint {
     pub created_unix_s: u64,
     /// Bytes in blocks that have changed since, or may have.
     pub changed_bytes: u64,
+    /// It is a bitmap of the disk's image.
+    pub is_bitmap: bool,
 }
 
 /// What surrounds the changed blocks of a disk.
@@ -152,6 +160,8 @@ struct State<S> {
     is_damaged: bool,
     /// A header could not be written, so nobody knows which one is in the file.
     is_stuck: bool,
+    /// Nobody has written to the disk's image since the last process closed it in order.
+    is_as_left: bool,
 }
 
 impl<F: Files + Clone> Changes<F> {
@@ -223,7 +233,7 @@ impl<F: Files + Clone> Changes<F> {
             Err(Unreadable::Damaged) => (new_header(disk_bytes, Grain::default()), true),
             Err(Unreadable::Version(version)) => return Err(newer(&path, version)),
         };
-        let state = Mutex::new(State { header, tracked: Vec::new(), is_damaged, is_stuck: false });
+        let state = Mutex::new(State { header, tracked: Vec::new(), is_damaged, is_stuck: false, is_as_left: false });
         let giving = Arc::new(Giving::new(&around, &path, store.clone()));
         Ok(Some(Self { around, path, store, state, giving, is_read_only }))
     }
@@ -247,7 +257,7 @@ impl<F: Files + Clone> Changes<F> {
         let store = Arc::new(around.files.create(&path, 0).await?);
         let (Found { stamp, mount_id, .. }, id) = (found, around.env.random_16());
         let header = Header { stamp, mount_id, id, ..new_header(disk_bytes, grain) };
-        let state = State { header, tracked: Vec::new(), is_damaged: false, is_stuck: false };
+        let state = State { header, tracked: Vec::new(), is_damaged: false, is_stuck: false, is_as_left: false };
         let giving = Arc::new(Giving::new(&around, &path, store.clone()));
         let changes = Self { around, path, store, state: Mutex::new(state), giving, is_read_only: false };
         let mut state = changes.state.lock().await;
@@ -271,7 +281,8 @@ impl<F: Files + Clone> Changes<F> {
             self.store.sync().await?;
         }
         state.tracked.iter().for_each(|tracked| tracked.clear_marks());
-        (header.stamp, header.mount_id) = (found.stamp, found.mount_id);
+        header.set_stamp(found.stamp);
+        header.mount_id = found.mount_id;
         for (interval, tracked) in header.intervals.iter_mut().zip(&state.tracked) {
             interval.settled = Some(tracked.bits().crc().await);
         }
@@ -308,6 +319,7 @@ impl<F: Files + Clone> Changes<F> {
             true => header.stamp == found.stamp,
             false => header.stamp.is_same_file(&found.stamp) && !found.is_written_behind,
         };
+        state.is_as_left = is_as_left && was_closed;
         if !is_as_left {
             forget_last(&mut header);
         }
@@ -350,7 +362,7 @@ impl<F: Files + Clone> Changes<F> {
 
     /// Makes `header` durable. After an error the file has the old one or the new one: both are true as long as requests go on to set bits
     /// as they did, and the header is not changed any more.
-    async fn write(&self, state: &mut MutexGuard<'_, State<F::Store>>, mut header: Header) -> Result<()> {
+    async fn write(&self, state: &mut State<F::Store>, mut header: Header) -> Result<()> {
         self.check_usable(state)?;
         state.is_stuck = true;
         header.number = state.header.number + 1;
@@ -464,6 +476,7 @@ impl<F: Files + Clone> Changes<F> {
             covered_bytes: disk_bytes,
             room_bytes: disk_bytes,
             settled: None,
+            is_bitmap: false,
         };
         let place = interval.place(header.grain);
         interval.offset_bytes = header.free_place(place.end - place.start);
@@ -501,7 +514,8 @@ impl<F: Files + Clone> Changes<F> {
         if self.around.broken != Broken::SettledEarly {
             self.store.sync().await?;
         }
-        let mut header = Header { stamp, ..state.header.clone() };
+        let mut header = state.header.clone();
+        header.set_stamp(stamp);
         for (interval, tracked) in header.intervals.iter_mut().zip(&state.tracked) {
             if tracked.is_lost() {
                 interval.covered_bytes = 0;

@@ -52,6 +52,7 @@ impl<F: Files + Clone> Changes<F> {
             }
             let mut interval = interval.clone();
             (interval.covered_bytes, interval.room_bytes) = (covered_bytes, interval.room_bytes.min(disk_bytes));
+            interval.is_bitmap = false;
             packed.put(interval, vec![tracked.clone()])?;
         }
         // The way back is of less use than the checkpoints.
@@ -60,8 +61,10 @@ impl<F: Files + Clone> Changes<F> {
             let (offset_bytes, room_bytes, settled) = (0, disk_bytes, None);
             let covered_bytes = disk_bytes;
             let name = name.to_owned();
-            packed
-                .put(Interval { name, created_unix_s, offset_bytes, covered_bytes, room_bytes, settled }, Vec::new())?;
+            packed.put(
+                Interval { name, created_unix_s, offset_bytes, covered_bytes, room_bytes, settled, is_bitmap: false },
+                Vec::new(),
+            )?;
         }
         Ok(Some(packed).filter(|packed| !packed.parts.is_empty()))
     }
@@ -94,6 +97,7 @@ impl<F: Files + Clone> Changes<F> {
             return Err(Error::new(ErrorKind::InvalidInput, what).at_path(packed));
         }
         (header.stamp, header.mount_id, header.number) = (found.stamp, found.mount_id, header.number + 1);
+        header.forget_bitmaps();
         let bytes = Segments::copied(&header.to_bytes());
         for copy in 0..2 {
             store.write_at(StoreOffset(copy * COPY_BYTES as u64), &bytes, Via::Cached).await?;
@@ -186,7 +190,15 @@ mod tests {
     fn a_file_of_another_host_is_bounded_by_the_disk_and_hides_nothing() {
         let one = |name: &str, room_bytes| {
             let (name, covered_bytes) = (name.to_owned(), 1 << 20);
-            Interval { name, created_unix_s: 1, offset_bytes: 0, covered_bytes, room_bytes, settled: Some(0) }
+            Interval {
+                name,
+                created_unix_s: 1,
+                offset_bytes: 0,
+                covered_bytes,
+                room_bytes,
+                settled: Some(0),
+                is_bitmap: false,
+            }
         };
         let header = |grain, intervals| Header { intervals, ..new_header(1 << 30, grain) };
         let usual = Grain::default();

@@ -2,6 +2,7 @@
 
 mod amend;
 mod backup;
+mod bitmaps;
 mod changes;
 mod dirty;
 mod exchange;

@@ -154,13 +154,27 @@ fn by_server(args: &CheckpointArgs, server: &Path, path: &str) -> Result<Checkpo
 
 fn print_list(list: &CheckpointList) {
     let mut table = super::control::fitting_table();
-    table.set_header(["CHECKPOINT", "AGE", "CHANGED SINCE"]);
+    let (mut header, has_bitmaps) =
+        (vec!["CHECKPOINT", "AGE", "CHANGED SINCE"], list.checkpoints.iter().any(|one| one.in_image));
+    if has_bitmaps {
+        header.push("IN THE IMAGE");
+    }
+    table.set_header(header);
     let now_unix_s = OsEnv.now_unix_s();
     for one in &list.checkpoints {
         let age_s = now_unix_s.saturating_sub(one.created_unix_s);
-        // The moment is known to the second.
-        let age = if age_s == 0 { "under 1 s".to_owned() } else { format_us(age_s as f64 * 1e6) };
-        table.add_row([printable(&one.name), age, format_size(one.changed_bytes)]);
+        let age = match one.created_unix_s {
+            // Nobody knows how old a bitmap is that was not met before.
+            0 => "-".to_owned(),
+            // The moment is known to the second.
+            _ if age_s == 0 => "under 1 s".to_owned(),
+            _ => format_us(age_s as f64 * 1e6),
+        };
+        let mut row = vec![printable(&one.name), age, format_size(one.changed_bytes)];
+        if has_bitmaps {
+            row.push(if one.in_image { "as a bitmap" } else { "" }.to_owned());
+        }
+        table.add_row(row);
     }
     say(table);
 }

@@ -108,6 +108,7 @@ impl<S: Store> Qcow2<S> {
             return Ok(());
         }
         self.flush_writing(writing).await?;
+        Box::pin(self.save_bitmaps(writing)).await;
         if writing.has_begun() && !writing.is_broken() {
             self.give_all_back(writing).await?;
         }

@@ -13,6 +13,7 @@
 
 mod alloc;
 mod amend;
+mod bitmaps;
 mod check;
 mod clusters;
 pub mod codec;
@@ -58,6 +59,7 @@ use self::write::ClusterReserved;
 use self::writing::Writing;
 use super::{About, ImageFormat, OpenLayer};
 use crate::amend::{Amended, Amendment};
+use crate::bitmaps::{BitmapPart, InnerBitmap, KeptBitmaps};
 use crate::check::{Lost, Report};
 use crate::create::{NewImage, NewParent};
 use crate::facts::Facts;
@@ -282,6 +284,22 @@ impl<S: Store> Layer<S> for Qcow2<S> {
 
     async fn change_inner_unused(&self, change: &InnerChange) -> Result<InnerSnapshot> {
         Box::pin(self.change_inner_alone(change)).await
+    }
+
+    async fn bitmaps(&self) -> Result<Option<Vec<InnerBitmap>>> {
+        self.list_bitmaps().await
+    }
+
+    async fn bitmap_part(&self, name: &str, from_bytes: u64) -> Result<BitmapPart> {
+        self.read_bitmap_part(name, from_bytes).await
+    }
+
+    async fn keep_bitmaps(&self, kept: KeptBitmaps) -> Result<Vec<String>> {
+        self.keep_sound_bitmaps(kept).await
+    }
+
+    async fn remove_bitmap(&self, name: &str) -> Result<()> {
+        Box::pin(self.remove_kept_bitmap(name)).await
     }
 
     fn allocations(&self) -> u64 {

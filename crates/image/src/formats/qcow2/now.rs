@@ -51,6 +51,11 @@ impl Now {
         });
     }
 
+    /// The first cluster names other bitmaps: as `named` does.
+    pub fn set_bitmaps(&self, named: Head) {
+        self.change(|head| (head.extensions, head.used) = (named.extensions, named.used));
+    }
+
     /// The image names another parent, or none: as `named` does.
     pub fn set_parent(&self, named: Head) {
         self.change(|head| {

@@ -83,6 +83,7 @@ impl<S: Store> Qcow2<S> {
         if size_bytes == old.size_bytes {
             return Ok(());
         }
+        self.use_bitmaps_of_other_size(writing, size_bytes).await?;
         self.clear_behind(writing, &old, old.size_bytes).await?;
         self.zero_tail(writing, old.size_bytes).await?;
         self.grow_data_file(old.size_bytes, size_bytes).await?;
@@ -241,6 +242,7 @@ impl<S: Store> Qcow2<S> {
     async fn shrink(&self, writing: &Writing, size_bytes: u64) -> Result<()> {
         let old = self.now.head().header.clone();
         check_size(&old, size_bytes).at_path(self.store.path())?;
+        self.use_bitmaps_of_other_size(writing, size_bytes).await?;
         self.zero_tail(writing, size_bytes).await?;
         self.flush_writing(writing).await?;
         let new = Header { size_bytes, ..old };

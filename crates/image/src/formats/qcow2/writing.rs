@@ -12,6 +12,7 @@ use super::data_file;
 use super::flush::Flushes;
 use super::open::Head;
 use super::refcounts::Refcounts;
+use crate::bitmaps::KeptBitmaps;
 use crate::grace::Grace;
 use crate::layer::Layer as _;
 use crate::range_lock::RangeLock;
@@ -19,7 +20,7 @@ use crate::room::RoomWatch;
 
 /// Where the header has its incompatible and its autoclear features.
 const INCOMPATIBLE_AT: u64 = 72;
-const AUTOCLEAR_AT: u64 = 88;
+pub(super) const AUTOCLEAR_AT: u64 = 88;
 
 /// The state of an image that is open for writing.
 pub(super) struct Writing {
@@ -39,6 +40,8 @@ pub(super) struct Writing {
     pub l1: async_lock::RwLock<()>,
     /// Held while the size changes.
     pub resizing: async_lock::Mutex<()>,
+    /// Bitmaps that somebody keeps up. Held while the directory of bitmaps changes.
+    pub bitmaps: async_lock::Mutex<Option<KeptBitmaps>>,
     /// Flushes keep what was given up.
     pub holds: AtomicBool,
     begun: AtomicBool,
@@ -70,6 +73,7 @@ impl Writing {
             header: async_lock::Mutex::new(()),
             l1: async_lock::RwLock::new(()),
             resizing: async_lock::Mutex::new(()),
+            bitmaps: async_lock::Mutex::new(None),
             holds: AtomicBool::new(false),
             begun: AtomicBool::new(false),
             beginning: async_lock::Mutex::new(()),
@@ -148,7 +152,7 @@ impl<S: Store> Qcow2<S> {
         Ok(writing)
     }
 
-    /// Once, before the first change: what a killed writer left is made durable, for its clusters may be used again; features that say
+    /// Once, before the first change: what a killed writer left is made durable, for its clusters may be used again; bitmaps are in use, and features that say
     /// something of the content and that are not kept up are cleared, durably; the file ends with a whole cluster, and a data file has room for the disk.
     #[cold]
     async fn begin_writing(&self, writing: &Writing) -> Result<()> {
@@ -157,8 +161,10 @@ impl<S: Store> Qcow2<S> {
             return Ok(());
         }
         let header = &self.head.header;
-        let kept = data_file::kept_autoclear(header);
-        if header.version >= 3 && header.autoclear != kept {
+        // Bitmaps stay consistent as a whole: each that is to note all changes is in use from now on.
+        let bitmaps = if self.use_bitmaps(writing).await? { feature::BITMAPS } else { 0 };
+        let kept = bitmaps | data_file::kept_autoclear(header);
+        if header.version >= 3 && header.autoclear & !kept != 0 {
             self.write_header(AUTOCLEAR_AT, &kept.to_be_bytes()).await?;
         }
         self.begin_data_file().await?;

@@ -45,10 +45,13 @@ pub struct CheckpointList {
 pub struct NamedCheckpoint {
     /// Its name.
     pub name: String,
-    /// When it was made, in seconds since 1970-01-01 UTC.
+    /// When it was made, in seconds since 1970-01-01 UTC; of a bitmap inside the image, when Spile has first met it, or 0.
     pub created_unix_s: u64,
     /// The bytes in blocks that may have changed since.
     pub changed_bytes: u64,
+    /// It is a bitmap inside the disk's image, which other programs read.
+    #[serde(default)]
+    pub in_image: bool,
 }
 
 /// The blocks of a disk that may have changed since a checkpoint: all that have, and a few more.
@@ -88,8 +91,8 @@ pub struct ChangedRange {
 }
 
 impl From<Checkpoint> for NamedCheckpoint {
-    fn from(Checkpoint { name, created_unix_s, changed_bytes }: Checkpoint) -> Self {
-        Self { name, created_unix_s, changed_bytes }
+    fn from(Checkpoint { name, created_unix_s, changed_bytes, is_bitmap }: Checkpoint) -> Self {
+        Self { name, created_unix_s, changed_bytes, in_image: is_bitmap }
     }
 }
 

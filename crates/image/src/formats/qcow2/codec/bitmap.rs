@@ -11,6 +11,8 @@ const FIXED_BYTES: usize = 24;
 const MAX_DIRECTORY_BYTES: u64 = 64 << 20;
 /// The most bitmaps of an image, as in QEMU.
 const MAX_BITMAPS: u32 = 65535;
+/// The most entries of a bitmap's table, as in QEMU.
+const MAX_TABLE_ENTRIES: u32 = 0x0800_0000;
 /// The only kind of bitmap there is: the one that tracks changes.
 const DIRTY_TRACKING: u8 = 1;
 
@@ -147,14 +149,24 @@ impl Bitmap {
         if self.granularity_bits > 63 {
             return wrong("granularity", u64::from(self.granularity_bits));
         }
-        let bits = size_bytes.div_ceil(1 << self.granularity_bits);
-        if bits.div_ceil(8).div_ceil(1 << cluster_bits) != u64::from(self.table_entries) {
+        // The table of one that is in use may be as long as the disk was once.
+        let is_long = match self.flags & flag::IN_USE {
+            0 => u64::from(self.table_entries) != self.needed_entries(size_bytes, cluster_bits),
+            _ => self.table_entries > MAX_TABLE_ENTRIES,
+        };
+        if is_long {
             return wrong("table length", u64::from(self.table_entries));
         }
         match self.table_entries {
             0 => Ok(()),
             _ => check_offset("bitmap table", self.table_offset, cluster_bits),
         }
+    }
+
+    /// How many entries its table has when its bits are those of a disk of `size_bytes`.
+    pub fn needed_entries(&self, size_bytes: u64, cluster_bits: u32) -> u64 {
+        let bits = size_bytes.div_ceil(1 << self.granularity_bits);
+        bits.div_ceil(8).div_ceil(1 << cluster_bits)
     }
 
     /// True when its bits may be believed, in an image whose bitmaps are consistent as a whole.

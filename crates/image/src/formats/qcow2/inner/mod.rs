@@ -124,6 +124,7 @@ impl<S: Store> Qcow2<S> {
         self.refuse_contradictions().await?;
         refuse_full(&self.store, snapshot.l1_offset, shared as u32).await?;
         let writing = self.writing().await?;
+        self.use_bitmaps_of_other_size(writing, new.size_bytes).await?;
         let mut l1 = read_l1(&self.store, snapshot.l1_offset, shared, shared).await?;
         let room = self.take_room(writing, l1_clusters(&new, needed)).await?;
         new.l1_offset = self.start_of_room(room.start, room.end - room.start);

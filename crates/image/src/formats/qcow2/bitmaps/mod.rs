@@ -1,0 +1,228 @@
+//! Bitmaps inside an image while it is open: which of them are kept up, and how they are saved.
+//!
+//! # Order of writes
+//!
+//! 1. Before the first change of the image, each bitmap that must note all changes is in use, durably: from then on no program
+//!    believes its bits. The directory is changed in place; the bit of the header that calls bitmaps consistent stays set.
+//! 2. When the image is sealed, the bits of those that somebody keeps up are written to clusters that nothing refers to, with new tables and a
+//!    new directory, in which these bitmaps are not in use. Then a sync.
+//! 3. The header names the new directory: by one field that is in one sector. Then a sync.
+//! 4. The old directory, tables and bits are free.
+//!
+//! So whatever ends meanwhile, all these bitmaps are in use, or all are true: space may be leaked. A bitmap that was in use before, that nobody
+//! keeps up, or that does not note changes, stays as it is, byte for byte. What cannot be saved stays in use.
+//!
+//! A bitmap is removed by a new directory, too: it and its number are named by one write within a sector.
+
+mod directory;
+mod save;
+
+use std::collections::HashSet;
+
+use spile_core::{Error, ErrorKind, Extent, Result, ResultExt, Segments, Store, StoreOffset, Via};
+
+use self::directory::{Directory, Found, clusters_of, must_note, table_part};
+use super::Qcow2;
+use super::codec::bitmap::{Bitmap, Bits, flag};
+use super::open::read;
+use super::refcounts::Refcounts;
+use super::writing::Writing;
+use crate::bitmaps::{BitmapPart, BitmapState, BrokenBitmaps, InnerBitmap, KeptBitmaps};
+use crate::layer::Layer as _;
+
+/// Granularities that other programs know.
+const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
+/// An answer has about so many ranges at most.
+const MOST_RANGES: usize = 16 << 10;
+/// So many entries of a table without ranges are gone through for one answer.
+const MOST_ENTRIES: usize = 1 << 12;
+
+impl<S: Store> Qcow2<S> {
+    /// The bitmaps of the image; `None` where they are not consistent.
+    pub(super) async fn list_bitmaps(&self) -> Result<Option<Vec<InnerBitmap>>> {
+        Ok(match Directory::read(&self.store).await? {
+            Found::None => Some(Vec::new()),
+            Found::Unsound => None,
+            Found::Sound(directory) => Some(directory.entries.iter().filter_map(|(bitmap, _)| told(bitmap)).collect()),
+        })
+    }
+
+    /// What is set in the bitmap `name`, from `from_bytes` of the disk on.
+    pub(super) async fn read_bitmap_part(&self, name: &str, from_bytes: u64) -> Result<BitmapPart> {
+        let (directory, number) = self.find_bitmap(name).await?;
+        let (head, bitmap) = (&directory.head, &directory.entries[number].0);
+        let (size, span) = (head.header.size_bytes, self.entry_span(bitmap));
+        let first = from_bytes / span;
+        let mut part = BitmapPart { ranges: Vec::new(), end: (first * span).min(size) };
+        for entry in table_part(&self.store, head, bitmap, first).await?.into_iter().take(MOST_ENTRIES) {
+            let within = part.end..part.end.saturating_add(span).min(size);
+            match entry {
+                Bits::Clear => {}
+                Bits::Set => add(&mut part.ranges, within.clone()),
+                Bits::At(place) => {
+                    let bytes = read(&self.store, place, head.header.cluster_bytes()).await?;
+                    ranges(&bytes, bitmap.granularity_bits, &within).for_each(|range| add(&mut part.ranges, range));
+                }
+            }
+            part.end = within.end;
+            if part.end >= size || part.ranges.len() >= MOST_RANGES {
+                break;
+            }
+        }
+        if part.end < size && part.end == (first * span).min(size) {
+            return Err(Error::new(ErrorKind::Corrupt, "the table of a bitmap is too short for the disk"));
+        }
+        Ok(part)
+    }
+
+    async fn find_bitmap(&self, name: &str) -> Result<(Box<Directory>, usize)> {
+        if let Found::Sound(directory) = Directory::read(&self.store).await?
+            && let Some(number) = directory.find(name)
+        {
+            return Ok((directory, number));
+        }
+        Err(Error::new(ErrorKind::NotFound, format!("the image has no bitmap {name:?}")).at_path(self.store.path()))
+    }
+
+    /// The bytes of the disk that one entry of a bitmap's table is for.
+    fn entry_span(&self, bitmap: &Bitmap) -> u64 {
+        (self.head.header.cluster_bytes() * 8) << bitmap.granularity_bits
+    }
+
+    /// Notes who keeps up which bitmaps. Those whose clusters are not theirs alone are left out, for their space would be freed.
+    pub(super) async fn keep_sound_bitmaps(&self, mut kept: KeptBitmaps) -> Result<Vec<String>> {
+        let writing = self.writing.as_ref().ok_or_else(|| self.read_only_error())?;
+        let mut slot = writing.bitmaps.lock().await;
+        let Found::Sound(directory) = Directory::read(&self.store).await? else { return Ok(Vec::new()) };
+        let (mut known, mut counts) = (HashSet::new(), writing.counts.lock().await);
+        if !self.are_own(&mut counts, &mut known, directory.clusters().collect()).await? {
+            return Ok(Vec::new());
+        }
+        let mut names = Vec::new();
+        for name in kept.names {
+            let Some(number) = directory.find(&name) else { continue };
+            let clusters = match clusters_of(&self.store, &directory.head, &directory.entries[number].0).await {
+                Err(error) if error.kind() == ErrorKind::Corrupt => continue,
+                clusters => clusters?,
+            };
+            if self.are_own(&mut counts, &mut known, clusters).await? {
+                names.push(name);
+            }
+        }
+        kept.names = names.clone();
+        *slot = Some(kept);
+        Ok(names)
+    }
+
+    /// True when each of `clusters` is counted once, holds no other table, and is not in `known`, to which all are added.
+    async fn are_own(&self, counts: &mut Refcounts, known: &mut HashSet<u64>, clusters: Vec<u64>) -> Result<bool> {
+        for cluster in clusters {
+            let is_own = known.insert(cluster) && !counts.is_metadata(cluster);
+            if !is_own || counts.get(&self.store, cluster).await? != 1 {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Has each bitmap that must note all changes be in use. True when the bitmaps of the image stay consistent as a whole. The caller syncs.
+    pub(super) async fn use_bitmaps(&self, writing: &Writing) -> Result<bool> {
+        if self.head.extensions.bitmaps.is_none() {
+            return Ok(false);
+        }
+        let kept = writing.bitmaps.lock().await;
+        let directory = Directory::read(&self.store).await;
+        // What cannot be read is not called consistent any more.
+        let Ok(Found::Sound(directory)) = directory else { return Ok(false) };
+        if kept.as_ref().is_none_or(|kept| kept.broken != BrokenBitmaps::InUseLate) {
+            self.write_in_use(*directory, must_note).await?;
+        }
+        Ok(true)
+    }
+
+    /// Writes the directory with those bitmaps in use that `which` says.
+    async fn write_in_use(&self, mut directory: Directory, which: impl Fn(&Bitmap) -> bool) -> Result<()> {
+        let concerned: Vec<usize> = (0..directory.entries.len()).filter(|n| which(&directory.entries[*n].0)).collect();
+        let (Some(first), Some(last)) = (concerned.first(), concerned.last()) else { return Ok(()) };
+        for number in &concerned {
+            let flags = directory.entries[*number].0.flags | flag::IN_USE;
+            directory.set_flags(*number, flags);
+        }
+        let within = directory.entries[*first].1.start..directory.entries[*last].1.end;
+        let at = StoreOffset(directory.place.directory_offset + within.start as u64);
+        self.store.write_at(at, &Segments::copied(&directory.bytes[within]), Via::Cached).await
+    }
+
+    /// The disk is about to have `size_bytes`: bitmaps whose tables would not fit to that are in use, durably. Those that note changes are so already.
+    pub(super) async fn use_bitmaps_of_other_size(&self, writing: &Writing, size_bytes: u64) -> Result<()> {
+        if self.head.extensions.bitmaps.is_none() {
+            return Ok(());
+        }
+        let _alone = writing.bitmaps.lock().await;
+        let Found::Sound(directory) = Directory::read(&self.store).await? else { return Ok(()) };
+        let bits = directory.head.header.cluster_bits;
+        let is_other = |bitmap: &Bitmap| {
+            bitmap.flags & flag::IN_USE == 0
+                && bitmap.needed_entries(size_bytes, bits) != u64::from(bitmap.table_entries)
+        };
+        self.write_in_use(*directory, is_other).await?;
+        self.store.sync().await
+    }
+
+    /// Removes a bitmap that is kept up.
+    pub(super) async fn remove_kept_bitmap(&self, name: &str) -> Result<()> {
+        let writing = self.writing().await?;
+        let mut slot = writing.bitmaps.lock().await;
+        let Found::Sound(directory) = Directory::read(&self.store).await? else { return Ok(()) };
+        let Some(number) = directory.find(name) else { return Ok(()) };
+        let Some(kept) = slot.as_mut().filter(|kept| kept.names.iter().any(|known| known == name)) else {
+            // Nobody has looked whether its space is its own.
+            let path = self.store.path().display();
+            tracing::warn!(
+                "{path}: the bitmap {name:?} stays in the image, in use: qemu-img bitmap --remove takes it out"
+            );
+            return Ok(());
+        };
+        self.remove_entry(writing, *directory, number).await.at_path(self.store.path())?;
+        kept.names.retain(|known| known != name);
+        Ok(())
+    }
+}
+
+fn told(bitmap: &Bitmap) -> Option<InnerBitmap> {
+    let state = match bitmap.flags & flag::IN_USE != 0 {
+        true => BitmapState::InUse,
+        false if bitmap.is_usable() && GRANULARITY_BITS.contains(&bitmap.granularity_bits) => BitmapState::Good,
+        false => BitmapState::Unknown,
+    };
+    Some(InnerBitmap {
+        name: String::from_utf8(bitmap.name.clone()).ok()?,
+        granularity_bytes: 1 << bitmap.granularity_bits,
+        records: bitmap.flags & flag::AUTO != 0,
+        state,
+    })
+}
+
+/// Adds a range that comes behind the others, or goes on with the last one.
+fn add(ranges: &mut Vec<Extent>, range: std::ops::Range<u64>) {
+    match ranges.last_mut() {
+        Some(last) if last.end() == range.start => *last = Extent::from_range(last.start()..range.end),
+        _ => ranges.push(Extent::from_range(range)),
+    }
+}
+
+/// The parts of the disk that are set in `bytes`, which are for the part `within`.
+fn ranges<'b>(
+    bytes: &'b [u8],
+    granularity_bits: u8,
+    within: &std::ops::Range<u64>,
+) -> impl Iterator<Item = std::ops::Range<u64>> + 'b {
+    let within = within.clone();
+    let set = (0u64..).zip(bytes).filter(|(_, byte)| **byte != 0);
+    set.flat_map(|(at, byte)| (0..8).filter(move |bit| byte >> bit & 1 != 0).map(move |bit| at * 8 + bit)).filter_map(
+        move |bit| {
+            let start = within.start + (bit << granularity_bits);
+            (start < within.end).then(|| start..(start + (1 << granularity_bits)).min(within.end))
+        },
+    )
+}
