@@ -190,7 +190,7 @@ impl<S: Store> Qcow2<S> {
         self.own_table(writing, at).await?;
         if self.is_raw_data_file() {
             self.show_raw(writing, part.cluster, &old).await?;
-            return Ok(ClusterReserved { image: self, part, host: at, new: None, _held: held });
+            return Ok(ClusterReserved { image: self, part, host: at, new: None, held });
         }
         let (host, new) = self.place(writing, &part, old).await?;
         Ok(ClusterReserved { image: self, part, host, new: Some(Box::new(new)), held })
@@ -285,7 +285,7 @@ impl<S: Store> Qcow2<S> {
             let first = self.first_write(part, &old).await?;
             let host = self.start_of(part.cluster);
             let words = (host | COPIED, if self.rules.extended { first.bitmap } else { 0 });
-            return Ok((host, New { writing, old, words, around: first.around, needs_sync: true, fresh: None }));
+            return Ok((host, New { writing, old, words, around: first.around, needs_sync: true, is_published: false, fresh: None }));
         }
         if let (Some(host), true) = (old.host(), old.is_own) {
             return self.place_in_own(writing, part, old, host).await;
