@@ -66,7 +66,7 @@ class DataFiles(Qcow2):
         for number, options in enumerate(OPTIONS):
             for is_raw in (False, True):
                 with self.subTest(options, is_raw=is_raw):
-                    image, data = self.path("s.qcow2"), self.path("s.data")
+                    image, data = self.path("s.qcow2"), self.path("s.raw")
                     for path in (image, data):
                         path.unlink(missing_ok=True)
                     words = ["-o", options[1:]] if options else []
@@ -144,7 +144,7 @@ class DataFiles(Qcow2):
                     spile("flatten", path, allow)
                     run("qemu-img", "check", "-q", "-f", "qcow2", path)
                 run("qemu-img", "compare", "-f", "qcow2", "-F", "raw", image, truth)
-                spile("delete", self.path("monday.qcow2"), allow)
+                spile("delete", self.path("monday.qcow2"), allow, "--with-data-file")
                 self.assertFalse(data.exists() or self.path("monday.qcow2").exists())
                 spile("check", image)
 

@@ -154,7 +154,8 @@ pub async fn remove<F: Files>(
         refuse_needed_data(tools, leaf.path(), data.path(), list).await?;
         if !with_data_file {
             let shown = data.path().display();
-            let error = Error::new(ErrorKind::Denied, format!("the image keeps its data in {shown}, which would go, too"));
+            let error =
+                Error::new(ErrorKind::Denied, format!("the image keeps its data in {shown}, which would go, too"));
             return Err(error.at_path(leaf.path()).hint("--with-data-file removes both"));
         }
     }

@@ -77,7 +77,9 @@ pub async fn refuse_shared_data(disk: &Graph<HostStore>) -> Result<()> {
     }
     if let Some(format) = names::format_of(data.path()).filter(|format| format.about().has_parents) {
         let shown = data.path().display();
-        let what = format!("the name of its data file {shown} is that of a {format} image: its guest could write there which images are its parents");
+        let what = format!(
+            "the name of its data file {shown} is that of a {format} image: its guest could write there which images are its parents"
+        );
         let error = Error::new(ErrorKind::Denied, what).at_path(image.path());
         return Err(error.hint("copy the disk: spile convert; or --write-parent, when its guest is trusted"));
     }

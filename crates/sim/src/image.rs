@@ -37,12 +37,14 @@ pub enum Kind {
     Qcow2Data,
     /// A qcow2 image whose data file is the disk as it is.
     Qcow2Raw,
+    /// As [`Kind::Qcow2Raw`], where other programs have left something that the disk does not show.
+    Qcow2RawStale,
     /// As [`Kind::Qcow2Chain`], with the data of the leaf and of some parents in other files.
     Qcow2DataChain,
 }
 
 /// All kinds.
-const KINDS: [Kind; 9] = [
+const KINDS: [Kind; 10] = [
     Kind::Raw,
     Kind::Fixed,
     Kind::Dynamic,
@@ -51,6 +53,7 @@ const KINDS: [Kind; 9] = [
     Kind::Qcow2Chain,
     Kind::Qcow2Data,
     Kind::Qcow2Raw,
+    Kind::Qcow2RawStale,
     Kind::Qcow2DataChain,
 ];
 
@@ -72,13 +75,14 @@ impl Kind {
             Kind::Qcow2Chain => "qcow2-chain",
             Kind::Qcow2Data => "qcow2-data",
             Kind::Qcow2Raw => "qcow2-raw",
+            Kind::Qcow2RawStale => "qcow2-raw-stale",
             Kind::Qcow2DataChain => "qcow2-data-chain",
         }
     }
 
     pub(crate) fn is_qcow2(self) -> bool {
-        use Kind::{Qcow2, Qcow2Chain, Qcow2Data, Qcow2DataChain, Qcow2Raw};
-        matches!(self, Qcow2 | Qcow2Chain | Qcow2Data | Qcow2Raw | Qcow2DataChain)
+        use Kind::{Qcow2, Qcow2Chain, Qcow2Data, Qcow2DataChain, Qcow2Raw, Qcow2RawStale};
+        matches!(self, Qcow2 | Qcow2Chain | Qcow2Data | Qcow2Raw | Qcow2RawStale | Qcow2DataChain)
     }
 
     /// The extension of its files, and what qcow2 calls its format.
@@ -164,16 +168,17 @@ impl Image {
                 layers.push(LayerPlan::draw(&mut rng, kind, least));
             }
         }
-        let apart = |layer: usize, is_raw| DataFile { name: DATA_FILES[layer], is_raw };
+        let apart = |layer: usize, is_raw, is_stale| DataFile { name: DATA_FILES[layer], is_raw, is_stale };
         let leaf = layers.len() - 1;
         match kind {
-            Kind::Qcow2Data | Kind::Qcow2Raw => {
-                layers[0].form = layers[0].form.with_data_file(apart(0, kind == Kind::Qcow2Raw));
+            Kind::Qcow2Data | Kind::Qcow2Raw | Kind::Qcow2RawStale => {
+                let data_file = apart(0, kind != Kind::Qcow2Data, kind != Kind::Qcow2Raw);
+                layers[0].form = layers[0].form.with_data_file(data_file);
             }
             Kind::Qcow2DataChain => {
                 for (number, layer) in layers.iter_mut().enumerate().filter(|(_, layer)| layer.kind == kind) {
                     if number == leaf || rng.chance(1, 2) {
-                        layer.form = layer.form.with_data_file(apart(number, false));
+                        layer.form = layer.form.with_data_file(apart(number, false, true));
                     }
                 }
             }
@@ -243,9 +248,9 @@ impl Image {
         self.layers[layer].form.data_file.map(|data| PathBuf::from("/images").join(data.name))
     }
 
-    /// A raw data file is the disk, for whoever knows nothing of the image.
+    /// A raw data file is the disk, for whoever knows nothing of the image, unless there was something else in it from the start.
     async fn check_raw(&self, world: &World, layer: usize) -> Result<(), String> {
-        let is_raw = self.layers[layer].form.data_file.is_some_and(|data| data.is_raw);
+        let is_raw = self.layers[layer].form.data_file.is_some_and(|data| data.is_raw && !data.is_stale);
         let Some(data) = self.data_path(layer).filter(|_| is_raw).and_then(|path| world.view(&path)) else {
             return Ok(());
         };
@@ -320,7 +325,7 @@ impl LayerPlan {
         let block_bytes = *rng.pick(&[4096, 64 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20]);
         // A block of 4 KiB is for small disks: each is an entry.
         let block_bytes = if size_bytes > 8 << 20 { block_bytes.max(64 << 10) } else { block_bytes };
-        let most_bytes = if kind == Kind::Qcow2Raw { RAW_BYTES } else { u64::MAX };
+        let most_bytes = if matches!(kind, Kind::Qcow2Raw | Kind::Qcow2RawStale) { RAW_BYTES } else { u64::MAX };
         let size_bytes = size_bytes.max(least_bytes).clamp(4096, most_bytes);
         let form = Form::default();
         if !kind.is_qcow2() {

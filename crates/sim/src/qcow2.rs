@@ -27,6 +27,8 @@ pub struct DataFile {
     pub name: &'static str,
     /// It is the disk's content as it is.
     pub is_raw: bool,
+    /// Somebody else has left something in it. In a raw one, which was discarded by other programs, no entry shows that.
+    pub is_stale: bool,
 }
 
 /// True for the seeds that draw qcow2 images, in the modes that had VHDs only at first. The other seeds stay what they were, so those that
@@ -73,14 +75,13 @@ impl Form {
         store.sync().await
     }
 
-    /// Puts the file of so many bytes there that is to hold the data, if that is another one, durable: with what somebody else has left in it, unless it
-    /// is to be the disk as it is.
+    /// Puts the file of so many bytes there that is to hold the data, if that is another one, durable: with what somebody else has left in it, if so.
     pub(crate) fn install_data_file(&self, world: &World, path: &Path, size_bytes: u64) {
-        let Some(DataFile { is_raw, .. }) = self.data_file else { return };
-        match (is_raw, world.hardware().devices) {
-            (true, _) => world.install_empty(path, size_bytes),
-            (false, true) => world.install_device(path, size_bytes, size_bytes),
-            (false, false) => world.install(path, &vec![0xd7; size_bytes as usize]),
+        let Some(DataFile { is_stale, .. }) = self.data_file else { return };
+        match (is_stale, world.hardware().devices) {
+            (false, _) => world.install_empty(path, size_bytes),
+            (true, true) => world.install_device(path, size_bytes, size_bytes),
+            (true, false) => world.install(path, &vec![0xd7; size_bytes as usize]),
         }
     }
 
@@ -128,7 +129,7 @@ impl Form {
             put(100, &112u32.to_be_bytes());
             at = 112;
         }
-        if let Some(DataFile { name, is_raw }) = self.data_file {
+        if let Some(DataFile { name, is_raw, .. }) = self.data_file {
             put(88, &(if is_raw { 1u64 << 1 } else { 0 }).to_be_bytes());
             put(at, &0x4441_5441_u32.to_be_bytes());
             put(at + 4, &(name.len() as u32).to_be_bytes());

@@ -141,6 +141,136 @@ fn an_entry_that_points_elsewhere_in_the_data_file_is_not_written() {
 }
 
 #[test]
+fn an_entry_that_points_elsewhere_in_the_data_file_is_not_read() {
+    for (extended, host) in [(false, CLUSTER), (false, 0), (true, CLUSTER), (true, 0)] {
+        for bitmap in [u64::from(u32::MAX), 0xff] {
+            let mut image = Image::usual();
+            match extended {
+                true => {
+                    image.incompatible(16);
+                    image.set_extended(2, host | COPIED, bitmap);
+                }
+                false => image.set_l2(2, host | COPIED),
+            }
+            let world = world_of(image, false, MIB as usize);
+            let options = OpenOptions { allow_data_file: true, read_only: true, ..OpenOptions::default() };
+            let disk = world.try_open(PATH, &options).unwrap();
+            // Also when its table is in memory.
+            for _ in 0..2 {
+                let at = Extent::from_range(2 * CLUSTER..2 * CLUSTER + 512);
+                let error = block_on(disk.read(at, &Segments::zeroed(512))).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Corrupt);
+                assert!(error.to_string().contains("elsewhere in the data file"), "{error}");
+            }
+            assert_eq!(read(&disk, CLUSTER..2 * CLUSTER), vec![0; CLUSTER as usize]);
+        }
+    }
+}
+
+/// Images with a raw data file that hold, under their cluster 2, what no entry shows: without an entry, with a zero flag, and with a part of it shown.
+fn hiding() -> Vec<Image> {
+    let (none, mut zero, mut mixed) = (Image::usual(), Image::usual(), Image::usual());
+    zero.set_l2(2, 1);
+    mixed.incompatible(16);
+    mixed.set_extended(2, (2 * CLUSTER) | COPIED, 0xf0 << 32 | 0xf);
+    vec![none, zero, mixed]
+}
+
+#[test]
+fn what_a_raw_data_file_has_hidden_is_zero_durably_before_it_is_shown() {
+    use std::sync::atomic::Ordering::Relaxed;
+    for image in hiding() {
+        let world = world_of(image, true, MIB as usize);
+        let data = world.files.file(DATA);
+        data.patch(0, &vec![0xd7; MIB as usize]);
+        let disk = world.open(PATH);
+        let mut expected = read(&disk, 2 * CLUSTER..3 * CLUSTER);
+        write(&disk, 8 * CLUSTER, &[1; 512]);
+        let before = data.syncs.load(Relaxed);
+        write(&disk, 2 * CLUSTER + 40960, &[9; 512]);
+        expected[40960..41472].fill(9);
+        assert!(data.syncs.load(Relaxed) > before, "an entry shows what is durable");
+        assert!(read(&disk, 2 * CLUSTER..3 * CLUSTER) == expected);
+        assert!(data.bytes(2 * CLUSTER, CLUSTER as usize) == expected);
+    }
+}
+
+#[test]
+fn zeroes_and_discards_reach_what_a_raw_data_file_has_hidden() {
+    for (image, discards) in hiding().into_iter().chain(hiding()).zip([false, false, false, true, true, true]) {
+        for len in [CLUSTER, CLUSTER / 2] {
+            let world = world_of(image.clone(), true, MIB as usize);
+            let data = world.files.file(DATA);
+            data.patch(0, &vec![0xd7; MIB as usize]);
+            let disk = world.open(PATH);
+            let at = Extent::from_range(2 * CLUSTER..2 * CLUSTER + len);
+            match discards {
+                true => block_on(disk.discard(at)).unwrap(),
+                false => {
+                    let how = WriteZeroes { may_unmap: true, only_if_fast: false };
+                    block_on(disk.write_zeroes(at, how)).unwrap();
+                }
+            }
+            assert!(data.bytes(2 * CLUSTER, len as usize).iter().all(|byte| *byte == 0), "discards: {discards}");
+            assert!(read(&disk, 2 * CLUSTER..2 * CLUSTER + len).iter().all(|byte| *byte == 0));
+        }
+    }
+}
+
+#[test]
+fn what_lies_behind_the_end_of_the_disk_in_its_last_cluster_is_zero_once_it_is_shown() {
+    let size = MIB - 1024;
+    for (is_raw, has_parent, extended) in
+        [(false, false, false), (false, true, false), (false, true, true), (true, false, false), (true, false, true)]
+    {
+        let mut image = Image::new(16, size);
+        if extended {
+            image.incompatible(16);
+        }
+        if has_parent {
+            image.backing("base.raw", Some("raw"));
+        }
+        let world = world_of(image, is_raw, MIB as usize);
+        world.raw("/d/base.raw", &pattern(7, size as usize));
+        let data = world.files.file(DATA);
+        data.patch(0, &vec![0xd7; MIB as usize]);
+        let disk = world.open(PATH);
+        write(&disk, MIB - CLUSTER + 1024, &[1; 512]);
+        assert_eq!(data.bytes(size, 1024), vec![0; 1024], "raw {is_raw}, parent {has_parent}, extended {extended}");
+    }
+}
+
+#[test]
+fn what_a_raw_disk_has_gained_is_shown_from_the_start() {
+    use std::sync::atomic::Ordering::Relaxed;
+    // The second one gets a longer table of tables; the third one has a cluster that ends behind the old end.
+    for (bits, from, extended) in [(16, MIB, false), (9, 32 << 10, false), (16, MIB + 512, false), (16, MIB, true)] {
+        let mut image = Image::new(bits, from);
+        if extended {
+            image.incompatible(16);
+        }
+        let world = world_of(image, true, from as usize);
+        let disk = world.open(PATH);
+        write(&disk, 0, &[1; 512]);
+        write(&disk, from - 512, &[1; 512]);
+        block_on(disk.resize(4 * MIB)).unwrap();
+        let data = world.files.file(DATA);
+        let before = data.syncs.load(Relaxed);
+        write(&disk, 3 * MIB, &[2; 512]);
+        assert_eq!(data.syncs.load(Relaxed), before, "it has its place");
+        block_on(disk.close()).unwrap();
+        // As a program does that knows of the raw file alone.
+        let rest = 4 * MIB - from;
+        data.patch(from, &pattern(3, rest as usize));
+        let disk = world.open(PATH);
+        assert!(read(&disk, from..4 * MIB) == pattern(3, rest as usize), "{bits} {from}");
+        block_on(disk.close()).unwrap();
+        let report = block_on(Format::Qcow2.check(&world.files.store(PATH), &*world.env)).unwrap();
+        assert!(report.findings.is_empty(), "{:#?}", report.findings);
+    }
+}
+
+#[test]
 fn what_contradicts_a_data_file_is_not_written() {
     let mut image = Image::usual();
     image.put32(60, 1);

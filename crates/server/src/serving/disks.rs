@@ -387,8 +387,10 @@ fn tell_failed_syncs(graph: &Graph<HostStore>, name: &str, failed_syncs: &[Faile
         return;
     }
     failed_syncs.iter().for_each(|failed| tracing::error!("{failed}"));
-    let own: Vec<_> = failed_syncs::stores_of(&graph.handles()[0]).map(|store| store.path().display().to_string()).collect();
-    let parents = failed_syncs.iter().map(|failed| failed.path.as_str()).filter(|path| own.iter().all(|own| own != path));
+    let own: Vec<_> =
+        failed_syncs::stores_of(&graph.handles()[0]).map(|store| store.path().display().to_string()).collect();
+    let parents =
+        failed_syncs.iter().map(|failed| failed.path.as_str()).filter(|path| own.iter().all(|own| own != path));
     let commands: Vec<_> = parents.chain([name]).map(|disk| format!("`spile accept-loss {disk}`")).collect();
     tracing::error!("every flush of the disk {name:?} fails until {}", commands.join(" and then "));
 }

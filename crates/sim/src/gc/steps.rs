@@ -150,7 +150,7 @@ impl Host {
         }
         let graph = self.open(&files, path, false).await?;
         let list = async || Ok(if self.broken == Broken::AskedBeforeLock { early.clone() } else { self.list() });
-        delete::remove(&tools, &graph, list).await.map(|_| false)
+        delete::remove(&tools, &graph, true, list).await.map(|_| false)
     }
 
     async fn clone_one(&self, rng: &mut Rng) {

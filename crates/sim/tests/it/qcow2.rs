@@ -220,6 +220,7 @@ fn never_flushed(kind: Kind) -> impl Fn(u64, &Options) -> Result<Summary, Findin
 fn seeds_of_images_with_data_files_find_nothing() {
     finds_nothing(Kind::Qcow2Data, 0..200, Mode::Random);
     finds_nothing(Kind::Qcow2Raw, 0..200, Mode::Random);
+    finds_nothing(Kind::Qcow2RawStale, 0..100, Mode::Random);
 }
 
 #[test]
@@ -288,4 +289,18 @@ fn an_entry_shows_a_raw_data_file_durably_before_it_is_written() {
 fn a_discard_reaches_a_raw_data_file() {
     let sabotage = Sabotage::Lost(Arc::new(|view, touch| is_data_file(view) && touch.how == How::Zero));
     bites(Kind::Qcow2Raw, "zeroes do not reach the raw data file", CONTENT, sabotage);
+}
+
+#[test]
+fn what_a_raw_data_file_has_hidden_is_made_zero() {
+    let sabotage = Sabotage::Lost(Arc::new(|view, touch| is_data_file(view) && touch.how == How::Zero));
+    bites(Kind::Qcow2RawStale, "a raw data file keeps what no entry has shown", CONTENT, sabotage);
+}
+
+#[test]
+fn what_a_raw_data_file_has_hidden_is_zero_durably_before_an_entry_shows_it() {
+    let zeroes: Choice = Arc::new(|view, touch| is_data_file(view) && touch.how == How::Zero);
+    let sabotage = Sabotage::SkipSyncOf { of: zeroes, unless: Arc::new(|_, _| false) };
+    let rule = "an entry shows a raw data file before its zeroes are durable";
+    bites_in(never_flushed(Kind::Qcow2RawStale), rule, CONTENT, sabotage);
 }

@@ -366,7 +366,8 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
     let child_path = child.map(|child| child.display().to_string());
     let path = path.display().to_string();
     let data_path = data.map(|data| data.display().to_string());
-    let deleted = Deleted { path, is_kept: false, freed_bytes, child_path, waits_because: why, manifest_path, data_path };
+    let deleted =
+        Deleted { path, is_kept: false, freed_bytes, child_path, waits_because: why, manifest_path, data_path };
     if args.json {
         return print_json(&deleted).map(|()| Exit::Ok);
     }

@@ -11,6 +11,7 @@ mod common;
 mod control;
 mod convert;
 mod crash;
+mod data_file;
 mod docs;
 mod failed_sync;
 mod family;
