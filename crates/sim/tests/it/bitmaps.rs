@@ -15,6 +15,7 @@ fn three_hundred_seeds_find_nothing() {
     }
     println!("{all:?}");
     assert!(all.crashes > 200 && all.cleared > 20, "too little happened: {all:?}");
+    assert!(all.behind > 10 && all.parents > 10, "other programs wrote too rarely: {all:?}");
     assert!(all.believed > 500 && all.useful > 200 && all.in_use > 50, "too little was looked at: {all:?}");
 }
 

@@ -159,8 +159,8 @@ impl<S: Store> Qcow2<S> {
         }
         let header = &self.head.header;
         // Bitmaps stay consistent as a whole: each that is to note all changes is in use from now on.
-        let kept = if self.use_bitmaps(writing).await? { feature::BITMAPS } else { 0 };
-        if header.version >= 3 && header.autoclear & !kept != 0 {
+        let kept = self.use_bitmaps(writing).await?;
+        if header.version >= 3 && header.autoclear != kept {
             self.write_header(AUTOCLEAR_AT, &kept.to_be_bytes()).await?;
         }
         let len = self.store.len_bytes();
