@@ -116,6 +116,40 @@ class Bitmaps(PeerTest):
         server.stop()
         self.assertEqual((self.bitmaps()["b"], self.set_in("b")), (["auto"], {3, 8, 12}))
 
+    def test_a_kill_and_a_write_of_qemu_behind_it(self):
+        """QEMU does not note it in a bitmap that is in use, and nobody may believe that without it."""
+        server = self.serve(self.disk)
+        self.write(server.uri(), {3}, 1)
+        server.kill()
+        self.write_by_qemu({700}, 9)
+        everything = set(range(SIZE_BYTES // BLOCK))
+        self.assertEqual(self.changed("b")[0], everything)
+        server = self.serve(self.disk)
+        self.write(server.uri(), {12}, 2)
+        self.assertEqual(self.changed("b")[0], everything)
+        server.stop()
+        self.assertIn("in-use", self.bitmaps()["b"])
+
+    def test_a_write_to_the_parent(self):
+        """The bitmap of a child does not tell it."""
+        child = self.path("child.qcow2")
+        run("qemu-img", "create", "-q", "-f", "qcow2", "-b", self.disk, "-F", "qcow2", child)
+        self.add(child, "m")
+        server = self.serve(child)
+        self.write(server.uri(), {3}, 1)
+        server.stop()
+        self.assertEqual(self.changed("m", child), ({3}, None))
+        self.write_by_qemu({500}, 7)
+        for _ in range(2):
+            found, warning = self.changed("m", child)
+            self.assertIn(500, found)
+            self.assertIsNotNone(warning)
+            server = self.serve(child)
+            self.assertIn(500, self.changed("m", child)[0])
+            self.write(server.uri(), {12}, 1)
+            server.kill()
+        self.assertIn(500, self.changed("m", child)[0])
+
     def bitmaps_while_open(self):
         info = json.loads(run("qemu-img", "info", "-U", "--output=json", self.disk).stdout)
         return {bitmap["name"]: bitmap["flags"] for bitmap in info["format-specific"]["data"]["bitmaps"]}

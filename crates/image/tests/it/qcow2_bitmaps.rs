@@ -1,5 +1,7 @@
 //! Bitmaps inside qcow2 images: which are in use after a change, what is written back, what stays byte for byte, and what is refused.
 
+#![allow(clippy::single_range_in_vec_init, reason = "some lists of ranges have one")]
+
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
@@ -446,4 +448,17 @@ fn a_bitmap_is_removed_while_the_image_gets_another_parent() {
         assert_eq!(file.bytes(8, 8), [0; 8], "it has no parent");
         assert_sound(&world);
     }
+}
+
+#[test]
+fn what_is_kept_up_by_nobody_any_more_stays_in_use() {
+    let world = with(&[new("b", AUTO, &[1])], |_| ());
+    let disk = open(&world);
+    keep(&disk, &["b"], &[("b", 0..1)]);
+    write(&disk, 0, &[5; 512]);
+    assert!(keep(&disk, &[], &[]).is_empty());
+    write(&disk, CLUSTER, &[5; 512]);
+    close(&world, disk);
+    assert_eq!(state(&world, "b"), BitmapState::KeptUp);
+    assert_sound(&world);
 }

@@ -287,7 +287,8 @@ impl Host {
         }
         let changed = Arc::new(changes.keeper(&names).await);
         let kept = image.keep_bitmaps(KeptBitmaps { names: names.clone(), changed, broken: self.broken }).await;
-        assert_eq!(kept.unwrap_or_else(|error| panic!("the bitmaps cannot be kept: {error:?}")), names);
+        let kept = kept.unwrap_or_else(|error| panic!("the bitmaps cannot be kept: {error:?}"));
+        assert_eq!(kept, names, "something else uses the space of a bitmap");
     }
 
     /// Compares what is said to have changed since the bitmap was made with what has.
