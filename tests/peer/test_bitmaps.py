@@ -76,6 +76,15 @@ class Bitmaps(PeerTest):
         commands = [word for block in blocks for word in ("-c", f"write -P {pattern} {block * BLOCK} 4096")]
         run("qemu-io", "-f", "qcow2", *commands, disk or self.disk)
 
+    def kill(self, server, disk=None):
+        """Kills the server, and waits until the kernel has let go of its locks."""
+        server.kill()
+        for _ in range(500):
+            if subprocess.run(["qemu-img", "info", disk or self.disk], capture_output=True).returncode == 0:
+                return
+            time.sleep(0.02)
+        self.fail("the image of the killed server stays locked")
+
     def assert_no_leak(self, disk=None):
         run("qemu-img", "check", "-q", disk or self.disk)
 
@@ -107,7 +116,7 @@ class Bitmaps(PeerTest):
         server = self.serve(self.disk)
         self.write(server.uri(), {3, 8}, 1)
         self.assertIn("in-use", self.bitmaps_while_open()["b"])
-        server.kill()
+        self.kill(server)
         self.assertIn("in-use", self.bitmaps()["b"])
         self.assertLessEqual({3, 8}, self.changed("b")[0])
         server = self.serve(self.disk)
@@ -116,6 +125,40 @@ class Bitmaps(PeerTest):
         server.stop()
         self.assertEqual((self.bitmaps()["b"], self.set_in("b")), (["auto"], {3, 8, 12}))
 
+    def test_a_kill_and_a_write_of_qemu_behind_it(self):
+        """QEMU does not note it in a bitmap that is in use, and nobody may believe that without it."""
+        server = self.serve(self.disk)
+        self.write(server.uri(), {3}, 1)
+        self.kill(server)
+        self.write_by_qemu({700}, 9)
+        everything = set(range(SIZE_BYTES // BLOCK))
+        self.assertEqual(self.changed("b")[0], everything)
+        server = self.serve(self.disk)
+        self.write(server.uri(), {12}, 2)
+        self.assertEqual(self.changed("b")[0], everything)
+        server.stop()
+        self.assertIn("in-use", self.bitmaps()["b"])
+
+    def test_a_write_to_the_parent(self):
+        """The bitmap of a child does not tell it."""
+        child = self.path("child.qcow2")
+        run("qemu-img", "create", "-q", "-f", "qcow2", "-b", self.disk, "-F", "qcow2", child)
+        self.add(child, "m")
+        server = self.serve(child)
+        self.write(server.uri(), {3}, 1)
+        server.stop()
+        self.assertEqual(self.changed("m", child), ({3}, None))
+        self.write_by_qemu({500}, 7)
+        for _ in range(2):
+            found, warning = self.changed("m", child)
+            self.assertIn(500, found)
+            self.assertIsNotNone(warning)
+            server = self.serve(child)
+            self.assertIn(500, self.changed("m", child)[0])
+            self.write(server.uri(), {12}, 1)
+            self.kill(server, child)
+        self.assertIn(500, self.changed("m", child)[0])
+
     def bitmaps_while_open(self):
         info = json.loads(run("qemu-img", "info", "-U", "--output=json", self.disk).stdout)
         return {bitmap["name"]: bitmap["flags"] for bitmap in info["format-specific"]["data"]["bitmaps"]}
@@ -123,7 +166,7 @@ class Bitmaps(PeerTest):
     def test_one_that_was_lost_is_never_believed(self):
         server = self.serve(self.disk)
         self.write(server.uri(), {3}, 1)
-        server.kill()
+        self.kill(server)
         os.remove(self.path(".disk.qcow2.spile-changes"))
         server = self.serve(self.disk)
         self.write(server.uri(), {4}, 1)

@@ -27,6 +27,8 @@ pub enum BitmapState {
     Good,
     /// It was not: a program has it in memory, or was killed.
     InUse,
+    /// As [`BitmapState::InUse`], and nobody has written to the image since but who keeps its bitmaps up here ([`KeptBitmaps`]).
+    KeptUp,
     /// It has data that are not known here, or is of a kind that is not kept up.
     Unknown,
 }

@@ -8,6 +8,7 @@
 //!
 //! A format that cannot be written implements the methods without a default, and `type Reserved<'a> = NeverReserved`.
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -450,12 +451,13 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
         async { Ok(Some(Vec::new())) }
     }
 
-    /// What is set in the bitmap `name` of the image, as its file has it, from `from_bytes` of the disk on.
+    /// What is set in the bitmap `name` of the image, as its file has it, from the start of `within` on; some of what lies before that and behind its end may be
+    /// told, too.
     ///
     /// # Errors
     /// `NotFound`; `Corrupt` for a bitmap that cannot be read; errors of the store.
-    fn bitmap_part(&self, name: &str, from_bytes: u64) -> impl Future<Output = Result<BitmapPart>> {
-        let _ = (name, from_bytes);
+    fn bitmap_part(&self, name: &str, within: Range<u64>) -> impl Future<Output = Result<BitmapPart>> {
+        let _ = (name, within);
         async { Err(self.unsupported("an image of this format has no bitmaps inside it")) }
     }
 

@@ -91,7 +91,11 @@ impl Checkpoints {
     /// Has the bitmaps of the image that is open for reading be told.
     async fn see_bitmaps(&self, graph: &Graph<HostStore>) {
         let changes = self.now();
-        let mut own = Vec::new();
+        let (mut own, mut is_unknown) = (Vec::new(), false);
+        if let Some(changes) = &changes {
+            let there = graph.handles()[0].image().bitmaps().await.unwrap_or_default();
+            is_unknown = changes.doubt_bitmaps(there.as_deref()).await;
+        }
         for name in self.names() {
             if let Some(changes) = &changes
                 && !changes.is_bitmap(&name).await
@@ -99,7 +103,7 @@ impl Checkpoints {
                 own.push(name);
             }
         }
-        self.shown().seen = Seen::of(graph, &own).await;
+        self.shown().seen = Seen::of(graph, &own, is_unknown).await;
     }
 
     /// Has the bitmaps of the image be checkpoints, for which it gets a file of changed blocks if it has none. Where that fails, they are not kept up.
@@ -130,8 +134,12 @@ impl Checkpoints {
         self.show(slot.as_ref()).await;
     }
 
-    /// As [`Checkpoints::open`], but for bitmaps inside the image.
-    async fn open_own(&self, graph: &Graph<HostStore>) -> Result<()> {
+    /// As [`Checkpoints::open`], but for bitmaps inside the image: nobody keeps those up. So it is for a half, whose checkpoints another host sends while
+    /// the disk's bytes come ([`Checkpoints::adopt`]).
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn open_own(&self, graph: &Graph<HostStore>) -> Result<()> {
         let Ok(disk) = place(graph) else { return Ok(()) };
         let side = names::changes(&disk);
         let (size, found) = (graph.size_bytes(), look::found(graph, &side).await);
@@ -388,9 +396,14 @@ impl Checkpoints {
         let path = place(&graph)?;
         let side = names::changes(&path);
         let mut slot = self.changes.lock().await;
+        // What is noted from now on is not what the bitmaps of the image need.
+        inner_bitmaps::keep_none(&graph).await?;
         // It was adopted before, and the answer was not heard.
         if slot.is_some() && !packed.exists() {
             return Ok(());
+        }
+        if let Some(before) = slot.as_ref() {
+            before.be_replaced().await;
         }
         let found = look::now(&graph, &side).await;
         let adopted = Changes::adopt(self.around(), packed, &path, disk.size_bytes(), found).await;

@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use spile_core::{Error, Extent, Result, Store as _};
-use spile_image::bitmaps::{BitmapState, BrokenBitmaps, InnerBitmap, KeptBitmaps};
+use spile_core::{Error, ErrorKind, Extent, Result, Store as _};
+use spile_image::bitmaps::{BitmapState, BrokenBitmaps, ChangedSince, InnerBitmap, KeptBitmaps, LaterRanges};
 use spile_image::layer::Layer;
 use spile_image::{Graph, GraphLayer};
 use spile_life::changes::header::Grain;
@@ -69,6 +69,22 @@ pub async fn follow(changes: &Arc<Changes<OsFiles>>, graph: &Graph<HostStore>) -
     Ok(())
 }
 
+/// Has nobody keep up the bitmaps of the image of `graph`: those that are in use stay so.
+///
+/// # Errors
+/// Those of the image.
+pub async fn keep_none(graph: &Graph<HostStore>) -> Result<()> {
+    struct Nobody;
+    impl ChangedSince for Nobody {
+        fn changed<'a>(&'a self, name: &'a str, _: Range<u64>, _: u64) -> LaterRanges<'a> {
+            let error = Error::new(ErrorKind::NotFound, format!("nobody keeps the bitmap {name:?} up"));
+            Box::pin(std::future::ready(Err(error)))
+        }
+    }
+    let nobody = KeptBitmaps { names: Vec::new(), changed: Arc::new(Nobody), broken: BrokenBitmaps::Nothing };
+    graph.handles()[0].image().keep_bitmaps(nobody).await.map(drop)
+}
+
 fn tell_left(path: &Path, name: &str, why: &str) {
     let path = path.display();
     tracing::warn!(
@@ -81,15 +97,17 @@ fn tell_left(path: &Path, name: &str, why: &str) {
 pub struct Seen {
     image: Arc<GraphLayer<HostStore>>,
     bitmaps: Arc<Vec<InnerBitmap>>,
+    /// The parents of the image are others than they were, which none of its bitmaps tells.
+    is_unknown: bool,
 }
 
 impl Seen {
-    /// Those of `graph`, but for those of the names `others`. What cannot be read is not there.
-    pub async fn of(graph: &Graph<HostStore>, others: &[String]) -> Option<Self> {
+    /// Those of `graph`, but for those of the names `others`. What cannot be read is not there. `is_unknown`: none of them tells all that has changed.
+    pub async fn of(graph: &Graph<HostStore>, others: &[String], is_unknown: bool) -> Option<Self> {
         let image = graph.handles()[0].clone();
         let mut bitmaps = recording(image.image()).await.unwrap_or_default();
         bitmaps.retain(|bitmap| !others.contains(&bitmap.name));
-        (!bitmaps.is_empty()).then(|| Self { image, bitmaps: Arc::new(bitmaps) })
+        (!bitmaps.is_empty()).then(|| Self { image, bitmaps: Arc::new(bitmaps), is_unknown })
     }
 
     /// Their names.
@@ -115,9 +133,9 @@ impl Seen {
     pub async fn checkpoints(&self) -> Result<Vec<Checkpoint>> {
         let (mut all, size) = (Vec::new(), self.image.image().size_bytes());
         for bitmap in self.bitmaps.iter() {
-            let (mut at, mut changed_bytes) = (0, 0);
+            let (mut at, mut changed_bytes) = if self.is_unknown { (size, size) } else { (0, 0) };
             while at < size {
-                let part = self.image.image().bitmap_part(&bitmap.name, at).await?;
+                let part = self.image.image().bitmap_part(&bitmap.name, at..size).await?;
                 changed_bytes += part.ranges.iter().map(|range| range.len_bytes).sum::<u64>();
                 at = part.end;
             }
@@ -135,9 +153,15 @@ impl Seen {
         let found = self.bitmaps.iter().find(|bitmap| bitmap.name == name);
         let block_bytes = found.map_or(0, |bitmap| bitmap.granularity_bytes) as u32;
         let mut changed = Changed { block_bytes, ..Changed::default() };
+        if self.is_unknown {
+            let whole = Extent::from_range(within.start..within.end.max(within.start));
+            changed.ranges.extend((!whole.is_empty()).then_some(whole));
+            changed.warning = Some("the image's parents were changed: everything counts as changed".to_owned());
+            return Ok(changed);
+        }
         let mut at = within.start;
         while at < within.end {
-            let part = self.image.image().bitmap_part(name, at).await?;
+            let part = self.image.image().bitmap_part(name, at..within.end).await?;
             let touches = |range: &&Extent| range.start() < within.end && range.end() > within.start;
             for range in part.ranges.iter().filter(touches) {
                 match changed.ranges.last_mut() {

@@ -208,7 +208,7 @@ macro_rules! formats {
                 async fn inner_snapshots(&self) -> Result<Vec<InnerSnapshot>>;
                 async fn change_inner_unused(&self, change: &InnerChange) -> Result<InnerSnapshot>;
                 async fn bitmaps(&self) -> Result<Option<Vec<InnerBitmap>>>;
-                async fn bitmap_part(&self, name: &str, from_bytes: u64) -> Result<BitmapPart>;
+                async fn bitmap_part(&self, name: &str, within: std::ops::Range<u64>) -> Result<BitmapPart>;
                 async fn keep_bitmaps(&self, kept: KeptBitmaps) -> Result<Vec<String>>;
                 async fn remove_bitmap(&self, name: &str) -> Result<()>;
                 async fn parent(&self) -> Result<Option<ParentRef>>;

@@ -1,11 +1,15 @@
 //! Bitmaps inside qcow2 images: which are in use after a change, what is written back, what stays byte for byte, and what is refused.
 
+#![allow(clippy::single_range_in_vec_init, reason = "some lists of ranges have one")]
+
 use std::ops::Range;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
+use std::task::Poll;
 
 use crate::qcow2_image::Image;
-use crate::support::{FILE, MemStore, World, block_on, read, write};
-use spile_core::{Disk as _, ErrorKind, Extent};
+use crate::support::{FILE, MemStore, World, block_on, poll_once, read, write};
+use spile_core::{Disk as _, ErrorKind, Extent, Segments};
 use spile_image::bitmaps::{BitmapState, BrokenBitmaps, ChangedSince, InnerBitmap, KeptBitmaps, LaterRanges};
 use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph, OpenOptions};
@@ -112,7 +116,7 @@ fn set(world: &World, name: &str) -> Vec<Range<u64>> {
     let disk = reading(world);
     let (mut at, mut all) = (0, Vec::new());
     while at < disk.size_bytes() {
-        let part = block_on(disk.handles()[0].image().bitmap_part(name, at)).unwrap();
+        let part = block_on(disk.handles()[0].image().bitmap_part(name, at..disk.size_bytes())).unwrap();
         all.extend(part.ranges.iter().map(|range| range.start()..range.end()));
         at = part.end;
     }
@@ -148,7 +152,7 @@ fn what_has_changed_is_written_back() {
         let disk = open(&world);
         assert_eq!(keep(&disk, &["b"], &[("b", 0..1), ("b", turn * CLUSTER - 1..turn * CLUSTER + 1)]), ["b"]);
         write(&disk, 0, &[5; 512]);
-        assert_eq!(state(&world, "b"), BitmapState::InUse);
+        assert_eq!(state(&world, "b"), BitmapState::KeptUp);
         close(&world, disk);
         assert_eq!(state(&world, "b"), BitmapState::Good);
         let found = match turn {
@@ -156,7 +160,7 @@ fn what_has_changed_is_written_back() {
             _ => vec![0..CLUSTER, (turn - 1) * CLUSTER..(turn + 1) * CLUSTER],
         };
         assert_eq!(set(&world, "b"), found);
-        assert_eq!((state(&world, "off"), state(&world, "other")), (BitmapState::Good, BitmapState::InUse));
+        assert_eq!((state(&world, "off"), state(&world, "other")), (BitmapState::Good, BitmapState::KeptUp));
         assert_sound(&world);
     }
 }
@@ -180,7 +184,7 @@ fn one_that_was_left_in_use_is_written_by_who_knows_it_without_another_change() 
     let disk = open(&world);
     assert_eq!(keep(&disk, &["b"], &[("b", 3 * CLUSTER..4 * CLUSTER)]), ["b"]);
     close(&world, disk);
-    assert_eq!((state(&world, "b"), state(&world, "u")), (BitmapState::Good, BitmapState::InUse));
+    assert_eq!((state(&world, "b"), state(&world, "u")), (BitmapState::Good, BitmapState::KeptUp));
     assert_eq!(set(&world, "b"), [3 * CLUSTER..4 * CLUSTER]);
     assert_sound(&world);
 }
@@ -220,7 +224,7 @@ fn extra_data_stay_and_unknown_ones_are_not_kept() {
     keep(&disk, &["b"], &[("b", 0..1)]);
     write(&disk, 0, &[5; 512]);
     close(&world, disk);
-    assert_eq!((state(&world, "b"), state(&world, "x")), (BitmapState::Good, BitmapState::InUse));
+    assert_eq!((state(&world, "b"), state(&world, "x")), (BitmapState::Good, BitmapState::Unknown));
     let len = world.files.file(PATH).len() as usize;
     let all = world.files.file(PATH).bytes(0, len);
     assert!(all.windows(extra.len()).filter(|bytes| bytes == extra).count() >= 2);
@@ -239,7 +243,7 @@ fn bitmaps_that_share_space_with_something_are_not_kept() {
     assert!(keep(&open(&twice), &["b"], &[]).is_empty());
     let past_end = shares(7 * CLUSTER, 99 * CLUSTER);
     assert!(keep(&open(&past_end), &["b"], &[]).is_empty());
-    let read = block_on(reading(&past_end).handles()[0].image().bitmap_part("b", 0));
+    let read = block_on(reading(&past_end).handles()[0].image().bitmap_part("b", 0..SIZE));
     assert_eq!(read.unwrap_err().kind(), ErrorKind::Corrupt);
 }
 
@@ -298,7 +302,7 @@ fn the_bitmap_gets_the_new_size_and_a_disabled_one_whose_table_does_not_fit_is_i
     keep(&disk, &["b"], &[("b", 0..1), ("b", SIZE..400 << 20)]);
     block_on(disk.resize(400 << 20)).unwrap();
     close(&world, disk);
-    assert_eq!((state(&world, "b"), state(&world, "off")), (BitmapState::Good, BitmapState::InUse));
+    assert_eq!((state(&world, "b"), state(&world, "off")), (BitmapState::Good, BitmapState::KeptUp));
     assert_eq!((state(&world, "wide"), set(&world, "b")), (BitmapState::Good, vec![0..512, SIZE..400 << 20]));
     assert_sound(&world);
     let disk = open(&world);
@@ -323,6 +327,138 @@ fn what_cannot_be_told_is_not_saved() {
     assert_eq!(block_on(disk.handles()[0].image().keep_bitmaps(kept)).unwrap(), ["b"]);
     write(&disk, 0, &[5; 512]);
     close(&world, disk);
+    assert_eq!(state(&world, "b"), BitmapState::KeptUp);
+    assert_sound(&world);
+}
+
+#[test]
+fn an_image_that_somebody_else_writes_to_does_not_say_any_more_that_its_bitmaps_are_kept_up() {
+    let world = with(&[new("b", AUTO, &[1])], |_| ());
+    let disk = open(&world);
+    keep(&disk, &["b"], &[("b", 0..1)]);
+    write(&disk, 0, &[5; 512]);
+    drop(disk);
+    world.files.file(PATH).forget_ways();
+    assert_eq!(state(&world, "b"), BitmapState::KeptUp, "after a kill");
+    let disk = open(&world);
+    write(&disk, 0, &[6; 512]);
+    assert_eq!((state(&world, "b"), autoclear(&world)), (BitmapState::InUse, 1));
+    close(&world, disk);
     assert_eq!(state(&world, "b"), BitmapState::InUse);
+}
+
+#[test]
+fn the_mark_is_written_again_after_a_sync_that_failed() {
+    let world = with(&[new("b", AUTO, &[1])], |_| ());
+    let (file, disk) = (world.files.file(PATH), open(&world));
+    // The marks are written, and the sync fails: the page cache has them, and storage may not.
+    file.fails_in.store(2, Relaxed);
+    let data = Segments::copied(&[5; 512]);
+    let write = || block_on(disk.write(Extent::from_range(0..512), &data, false));
+    assert!(write().is_err());
+    assert_eq!(state(&world, "b"), BitmapState::InUse);
+    let before = file.writes.load(Relaxed);
+    write().unwrap();
+    // The mark and the data.
+    assert_eq!(file.writes.load(Relaxed) - before, 2);
+}
+
+#[test]
+fn a_bitmap_of_so_many_bits_that_qemu_opens_no_image_with_it_stays_in_use() {
+    // A cluster of bits of 512 bytes each is for 256 MiB.
+    let world = with(&[New { granularity_bits: 9, ..new("b", AUTO, &[1]) }], |_| ());
+    let disk = open(&world);
+    keep(&disk, &["b"], &[]);
+    block_on(disk.resize((2 << 40) + (256 << 20))).unwrap();
+    close(&world, disk);
+    assert_eq!(state(&world, "b"), BitmapState::KeptUp);
+    assert_sound(&world);
+}
+
+#[test]
+fn bitmaps_of_which_one_shares_its_space_are_marked_by_nobody_and_not_called_consistent() {
+    // Cluster 5 is the guest's, 6 to 9 bits and tables, 10 the directory.
+    for (place, entry) in [(9 * CLUSTER, 6 * CLUSTER), (9 * CLUSTER, 4 * CLUSTER)] {
+        let world = with(&[new("b", AUTO, &[1]), new("off", 0, &[2])], |image| image.put64(place, entry));
+        let disk = open(&world);
+        assert!(keep(&disk, &["b"], &[]).is_empty());
+        write(&disk, 0, &[5; 512]);
+        assert_eq!(autoclear(&world), 0);
+        assert_eq!(world.files.file(PATH).bytes(10 * CLUSTER + 12, 4), AUTO.to_be_bytes());
+    }
+}
+
+#[test]
+fn no_more_is_read_of_a_bitmap_than_is_asked_for() {
+    let world = with(&[New { granularity_bits: 9, ..new("b", AUTO, &[1]) }], |_| ());
+    let disk = open(&world);
+    keep(&disk, &["b"], &[("b", 0..1)]);
+    block_on(disk.resize(1 << 40)).unwrap();
+    close(&world, disk);
+    let disk = reading(&world);
+    let part = |within| block_on(disk.handles()[0].image().bitmap_part("b", within)).unwrap();
+    assert_eq!((part(0..512).end, part(1 << 30..(1 << 30) + 1).end), (256 << 20, (1 << 30) + (256 << 20)));
+    assert_eq!(part(0..1 << 40).end, 1 << 40);
+}
+
+#[test]
+fn a_bitmap_in_use_that_cannot_be_kept_is_not_told_as_one_that_can() {
+    for (granularity_bits, extra) in [(50, &[][..]), (16, b"unknown")] {
+        let world = with(&[New { granularity_bits, extra, ..new("b", AUTO | IN_USE, &[1]) }], |_| ());
+        assert_eq!(state(&world, "b"), BitmapState::Unknown, "{granularity_bits}");
+        let disk = open(&world);
+        keep(&disk, &["b"], &[]);
+        close(&world, disk);
+    }
+}
+
+#[test]
+fn a_bitmap_is_removed_while_the_image_gets_another_parent() {
+    for names in [&["b", "c"][..], &["b"]] {
+        let all: Vec<New> = names.iter().map(|name| new(name, AUTO, &[1])).collect();
+        let world = with(&all, |image| {
+            image.backing("p.raw", Some("raw"));
+            image.extensions.reverse();
+        });
+        world.raw("/d/p.raw", &[0; 512]);
+        let (file, disk) = (world.files.file(PATH), open(&world));
+        let leaf = disk.handles()[0].image();
+        keep(&disk, names, &[]);
+        write(&disk, 0, &[5; 512]);
+        file.holds_syncs.store(true, Relaxed);
+        let mut removed = Box::pin(leaf.remove_bitmap("b"));
+        assert!(poll_once(removed.as_mut()).is_pending());
+        // The extension of the bitmaps is at another place behind that.
+        let mut named = Box::pin(leaf.set_parent(None));
+        assert!(poll_once(named.as_mut()).is_pending());
+        file.holds_syncs.store(false, Relaxed);
+        let (mut is_removed, mut is_named) = (false, false);
+        while !is_removed || !is_named {
+            if !is_named && let Poll::Ready(done) = poll_once(named.as_mut()) {
+                done.unwrap();
+                is_named = true;
+            } else if !is_removed && let Poll::Ready(done) = poll_once(removed.as_mut()) {
+                done.unwrap();
+                is_removed = true;
+            }
+        }
+        drop((removed, named));
+        close(&world, disk);
+        assert_eq!(states(&world).map(|all| all.len()), Some(names.len() - 1));
+        assert_eq!(file.bytes(8, 8), [0; 8], "it has no parent");
+        assert_sound(&world);
+    }
+}
+
+#[test]
+fn what_is_kept_up_by_nobody_any_more_stays_in_use() {
+    let world = with(&[new("b", AUTO, &[1])], |_| ());
+    let disk = open(&world);
+    keep(&disk, &["b"], &[("b", 0..1)]);
+    write(&disk, 0, &[5; 512]);
+    assert!(keep(&disk, &[], &[]).is_empty());
+    write(&disk, CLUSTER, &[5; 512]);
+    close(&world, disk);
+    assert_eq!(state(&world, "b"), BitmapState::KeptUp);
     assert_sound(&world);
 }

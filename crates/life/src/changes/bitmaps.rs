@@ -3,8 +3,10 @@
 //! # Rules
 //! 1. A bitmap that was closed in order is true: whoever has written to the image since has noted it there. So it is taken up anew whenever anybody else may
 //!    have written, and its checkpoint of before goes. When nobody has, its checkpoint knows as much.
-//! 2. A bitmap that is in use is believed by nobody, but for one that was taken up before: then this file knows what has changed, as far as it does of any
-//!    checkpoint. It is kept up, and the image gets it back.
+//!    What has changed in the image's parents no bitmap tells: when they are others than they were, all of the disk counts as changed.
+//! 2. A bitmap that is in use is believed by nobody, but for one that was taken up before, in an image that nobody else has written to since
+//!    ([`BitmapState::KeptUp`]): then this file knows what has changed. It is kept up, and the image gets it back. When somebody else has written, all
+//!    checkpoints have everything count as changed, and the bitmap stays in use.
 //! 3. A checkpoint whose bitmap was removed from the image goes, too. When the disk has another image, its checkpoints stay, and are those of bitmaps no more.
 //! 4. Bits of a bitmap are durable here before the header has its checkpoint. The header is written before any request, and so before the image has the bitmap
 //!    in use.
@@ -21,7 +23,7 @@ use spile_image::layer::Layer;
 
 use super::header::{Header, Interval};
 use super::tracked::Tracked;
-use super::{Changes, State, check_name, find, is_hidden};
+use super::{Changes, State, check_name, find, forget_last, is_hidden};
 
 /// What becomes of the bitmaps of an image.
 #[derive(Debug, Default)]
@@ -75,7 +77,10 @@ impl<F: Files + Clone> Changes<F> {
                 followed.kept.push(bitmap.name.clone());
             } else if bitmap.records && bitmap.state == BitmapState::Good {
                 match self.take_up_bitmap(&header, image, bitmap, disk_bytes).await {
-                    Ok(new) => {
+                    Ok(mut new) => {
+                        if state.has_other_parents {
+                            new.0.covered_bytes = 0;
+                        }
                         header.intervals.push(new.0.clone());
                         taken.push(new);
                     }
@@ -98,7 +103,7 @@ impl<F: Files + Clone> Changes<F> {
             let found = there.and_then(|all| all.iter().find(|bitmap| bitmap.name == interval.name));
             let is_kept = match found.map(|bitmap| bitmap.state) {
                 Some(BitmapState::Good) => state.is_as_left,
-                Some(BitmapState::InUse) => true,
+                Some(BitmapState::KeptUp) => true,
                 _ => false,
             };
             if !interval.is_bitmap || is_kept {
@@ -108,10 +113,31 @@ impl<F: Files + Clone> Changes<F> {
             } else {
                 let mut header = state.header.clone();
                 header.intervals[number].is_bitmap = false;
+                forget_last(&mut header);
                 self.write(state, header).await?;
             }
         }
         Ok(())
+    }
+
+    /// Of a disk that is open for reading only, whose image has the bitmaps `there`: when somebody else has written to it since some of them are in use, everything
+    /// counts as changed. True when its parents are others than they were, so that no bitmap of the image tells what has changed.
+    pub async fn doubt_bitmaps(&self, there: Option<&[InnerBitmap]>) -> bool {
+        let mut state = self.state.lock().await;
+        let find = |name: &str| there.and_then(|all| all.iter().find(|bitmap| bitmap.name == name));
+        let is_doubted = |interval: &Interval| {
+            let found = find(&interval.name).map(|bitmap| bitmap.state);
+            interval.is_bitmap && !matches!(found, Some(BitmapState::Good | BitmapState::KeptUp))
+        };
+        if state.header.intervals.iter().any(is_doubted) {
+            forget_last(&mut state.header);
+        }
+        state.has_other_parents
+    }
+
+    /// Another file takes the place of this one: what has changed since the bitmaps of the image were made is not known here any more ([`Keeper`]).
+    pub async fn be_replaced(&self) {
+        self.state.lock().await.is_replaced = true;
     }
 
     /// Removes a checkpoint while no request sets bits. What has changed since earlier ones stays known.
@@ -152,7 +178,7 @@ impl<F: Files + Clone> Changes<F> {
         let tracked = Arc::new(self.map(&interval, header.grain).await?);
         let mut at = 0;
         while at < disk_bytes {
-            let part = image.bitmap_part(&bitmap.name, at).await?;
+            let part = image.bitmap_part(&bitmap.name, at..disk_bytes).await?;
             part.ranges.iter().for_each(|range| tracked.set_durably_later(*range));
             at = part.end;
         }
@@ -213,7 +239,7 @@ impl<F: Files + Clone> Changes<F> {
 }
 
 /// What has changed since the bitmaps of an image were made, for when that is sealed: its disk may have another image by then, or other checkpoints of these
-/// names.
+/// names. It waits while a checkpoint is made.
 pub struct Keeper<F: Files> {
     changes: Arc<Changes<F>>,
     kept: Vec<(String, Arc<Tracked<F::Store>>)>,
@@ -228,7 +254,7 @@ where
             let state = self.changes.state.lock().await;
             let known = self.kept.iter().find(|(known, _)| known == name);
             let number = known.and_then(|(_, kept)| state.tracked.iter().position(|one| Arc::ptr_eq(one, kept)));
-            match number {
+            match number.filter(|_| !state.is_replaced) {
                 Some(_) if self.changes.giving.has_begun() => Ok(vec![Extent::from_range(within)]),
                 Some(first) => Ok(state.between(first..state.tracked.len(), within, disk_bytes).ranges),
                 None => Err(Error::new(ErrorKind::NotFound, format!("the checkpoint {name:?} is not there any more"))),

@@ -54,11 +54,23 @@ const FIRST_INTERVAL: usize = 256;
 const INTERVAL_BYTES: usize = 128;
 
 /// What the image of a disk looks like from outside. The first half tells which file it is, the second one how long it is and when it was
-/// written. The whole differs when another program has written to the image since.
+/// written; the last 8 bytes of that tell of its parents. The whole differs when another program has written to the image since.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stamp(pub [u8; 32]);
 
 impl Stamp {
+    /// True when both are looks at parents that nobody has written to in between.
+    pub fn has_same_parents(&self, other: &Self) -> bool {
+        self.0[24..] == other.0[24..]
+    }
+
+    /// This look, with the parents as `other` has seen them.
+    #[must_use]
+    pub fn with_parents_of(mut self, other: &Self) -> Self {
+        self.0[24..].copy_from_slice(&other.0[24..]);
+        self
+    }
+
     /// True when both are looks at the same file.
     pub fn is_same_file(&self, other: &Self) -> bool {
         self.0[..16] == other.0[..16]
@@ -430,7 +442,8 @@ mod tests {
 
     fn of_room(room_bytes: u64) -> Interval {
         let (name, covered_bytes) = ("a".to_owned(), room_bytes);
-        Interval { name, created_unix_s: 0, offset_bytes: 0, covered_bytes, room_bytes, settled: None }
+        let (created_unix_s, offset_bytes, settled, is_bitmap) = (0, 0, None, false);
+        Interval { name, created_unix_s, offset_bytes, covered_bytes, room_bytes, settled, is_bitmap }
     }
 
     #[test]

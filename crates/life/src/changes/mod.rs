@@ -162,6 +162,17 @@ struct State<S> {
     is_stuck: bool,
     /// Nobody has written to the disk's image since the last process closed it in order.
     is_as_left: bool,
+    /// The image's parents are not what they were when that was last noted: no bitmap of the image tells what has changed in them.
+    has_other_parents: bool,
+    /// Another file has taken this one's place: nothing is noted here any more.
+    is_replaced: bool,
+}
+
+impl<S> State<S> {
+    fn new(header: Header) -> Self {
+        let (is_damaged, is_stuck, is_as_left, has_other_parents, is_replaced) = (false, false, false, false, false);
+        Self { header, tracked: Vec::new(), is_damaged, is_stuck, is_as_left, has_other_parents, is_replaced }
+    }
 }
 
 impl<F: Files + Clone> Changes<F> {
@@ -233,7 +244,7 @@ impl<F: Files + Clone> Changes<F> {
             Err(Unreadable::Damaged) => (new_header(disk_bytes, Grain::default()), true),
             Err(Unreadable::Version(version)) => return Err(newer(&path, version)),
         };
-        let state = Mutex::new(State { header, tracked: Vec::new(), is_damaged, is_stuck: false, is_as_left: false });
+        let state = Mutex::new(State { is_damaged, ..State::new(header) });
         let giving = Arc::new(Giving::new(&around, &path, store.clone()));
         Ok(Some(Self { around, path, store, state, giving, is_read_only }))
     }
@@ -257,9 +268,9 @@ impl<F: Files + Clone> Changes<F> {
         let store = Arc::new(around.files.create(&path, 0).await?);
         let (Found { stamp, mount_id, .. }, id) = (found, around.env.random_16());
         let header = Header { stamp, mount_id, id, ..new_header(disk_bytes, grain) };
-        let state = State { header, tracked: Vec::new(), is_damaged: false, is_stuck: false, is_as_left: false };
+        let state = Mutex::new(State::new(header));
         let giving = Arc::new(Giving::new(&around, &path, store.clone()));
-        let changes = Self { around, path, store, state: Mutex::new(state), giving, is_read_only: false };
+        let changes = Self { around, path, store, state, giving, is_read_only: false };
         let mut state = changes.state.lock().await;
         let header = state.header.clone();
         changes.write(&mut state, header).await?;
@@ -281,7 +292,8 @@ impl<F: Files + Clone> Changes<F> {
             self.store.sync().await?;
         }
         state.tracked.iter().for_each(|tracked| tracked.clear_marks());
-        header.set_stamp(found.stamp);
+        // That its parents are others is known as long as it was not closed in order.
+        header.set_stamp(found.stamp.with_parents_of(&header.stamp));
         header.mount_id = found.mount_id;
         for (interval, tracked) in header.intervals.iter_mut().zip(&state.tracked) {
             interval.settled = Some(tracked.bits().crc().await);
@@ -320,6 +332,7 @@ impl<F: Files + Clone> Changes<F> {
             false => header.stamp.is_same_file(&found.stamp) && !found.is_written_behind,
         };
         state.is_as_left = is_as_left && was_closed;
+        state.has_other_parents = !header.stamp.has_same_parents(&found.stamp);
         if !is_as_left {
             forget_last(&mut header);
         }
@@ -426,6 +439,9 @@ impl<F: Files + Clone> Changes<F> {
 
     /// As [`Changes::checkpoint`], and `meanwhile` runs while requests set the bits of both intervals. If it exchanges the disk's graph, as a
     /// snapshot does, then the checkpoint serves the snapshot, too: what differs from it is marked as changed.
+    ///
+    /// Nobody else looks at these changed blocks while `meanwhile` runs: an image with bitmaps that are kept up ([`Keeper`]) must not be closed in it, for that
+    /// would wait for ever.
     ///
     /// # Errors
     /// As there, and those of `meanwhile`.

@@ -383,7 +383,7 @@ impl House {
         let graph = Box::pin(disks::open_keeping(self.access.cache, &Locator::from(&place.path), &options)).await?;
         let checkpoints = Checkpoints::none(self.access);
         if !read_only {
-            checkpoints.open(&graph).await?;
+            checkpoints.open_own(&graph).await?;
         }
         graph.begin();
         let disk = Arc::new(node(graph).with_troubles(trouble::of_disk(name.to_owned(), Policy::default())));

@@ -68,6 +68,12 @@ pub(super) struct Host {
     base: RefCell<Vec<u8>>,
     /// What the image looks like from outside.
     stamp: Cell<u8>,
+    /// What its parents look like, if it had some.
+    parents: Cell<u8>,
+    /// These were written to since the disk was open.
+    has_other_parents: Cell<bool>,
+    /// Another program has written to the image while the bitmap was in use: nobody knows any more what has changed since that was made.
+    is_lost: Cell<bool>,
 }
 
 impl Host {
@@ -94,6 +100,9 @@ impl Host {
             has_grown: Cell::default(),
             base: RefCell::new(vec![0; size as usize]),
             stamp: Cell::default(),
+            parents: Cell::default(),
+            has_other_parents: Cell::default(),
+            is_lost: Cell::default(),
         }
     }
 
@@ -115,7 +124,7 @@ impl Host {
         if !is_closed || self.has_faults() {
             self.may_leak.set(true);
         }
-        self.look(is_closed && !self.has_failed.get());
+        self.look(is_closed && !self.has_failed.get() && !self.is_lost.get());
     }
 
     fn has_faults(&self) -> bool {
@@ -140,6 +149,10 @@ impl Host {
         let is_as_it_was = !disabled.is_in_use && disabled.bits.iter().all(|bit| *bit);
         assert!(is_as_it_was || self.has_grown.get(), "the disabled bitmap is another one");
         let noting = find(NOTING).expect("the bitmap is there");
+        assert!(
+            noting.is_in_use || !self.is_lost.get(),
+            "a bitmap that lacks what another program wrote is called true"
+        );
         assert!(!(must_be_true && noting.is_in_use), "the bitmap is in use after a life that ended in order");
         self.count(|summary| match noting.is_in_use {
             true => summary.in_use += 1,
@@ -169,7 +182,7 @@ impl Host {
 
     /// No life was cut off any more for some time.
     pub fn look_at_the_end(&self) {
-        self.look(!self.has_failed.get());
+        self.look(!self.has_failed.get() && !self.is_lost.get());
         let world = self.world.clone();
         let report = block_on(&self.world, async move {
             let store = world.files().open(&Path::new(DISK).into(), OpenMode::ReadOnly).await?;
@@ -199,10 +212,40 @@ impl Host {
         self.count(|summary| summary.cleared += 1);
     }
 
+    /// Another program writes to the image that a life has left behind, whose end nobody noted: it clears what it does not know in the header, and believes no
+    /// bitmap that is in use.
+    pub fn write_by_another(&self) {
+        if !self.bitmaps().into_iter().flatten().any(|bitmap| bitmap.name == NOTING && bitmap.is_in_use) {
+            return;
+        }
+        let world = self.world.clone();
+        block_on(&self.world, async move {
+            let graph = open_graph(&world, false).await;
+            let from = Segments::zeroed(4096);
+            from.fill(99);
+            let written = graph.write(Extent { offset: GuestOffset(4096), len_bytes: 4096 }, &from, false).await;
+            written.unwrap_or_else(|error| panic!("another program cannot write: {error:?}"));
+            graph.close().await.unwrap_or_else(|error| panic!("another program cannot close: {error:?}"));
+        });
+        self.world.settle(Path::new(DISK));
+        self.is_lost.set(true);
+        self.may_leak.set(true);
+        self.count(|summary| summary.behind += 1);
+    }
+
+    /// Another program writes to the image's parents, while the bitmap of the image is true.
+    pub fn write_to_parents(&self) {
+        if self.bitmaps().into_iter().flatten().any(|bitmap| bitmap.name == NOTING && !bitmap.is_in_use) {
+            self.parents.set(self.parents.get().wrapping_add(1));
+            self.has_other_parents.set(true);
+            self.count(|summary| summary.parents += 1);
+        }
+    }
+
     fn stamp(&self) -> Stamp {
         // The same file, whatever it holds.
         let mut bytes = [7; 32];
-        bytes[16] = self.stamp.get();
+        (bytes[16], bytes[24]) = (self.stamp.get(), self.parents.get());
         Stamp(bytes)
     }
 
@@ -238,17 +281,23 @@ impl Host {
         let image = graph.handles()[0].image();
         let followed = changes.follow_bitmaps(image, image.size_bytes()).await;
         let names = followed.unwrap_or_else(|error| panic!("the bitmaps cannot be followed: {error:?}")).kept;
-        assert!(self.has_failed.get() || names == [NOTING], "these are kept: {names:?}");
+        match self.is_lost.get() {
+            true => assert!(names.is_empty(), "these are kept: {names:?}"),
+            false => assert!(self.has_failed.get() || names == [NOTING], "these are kept: {names:?}"),
+        }
         let changed = Arc::new(changes.keeper(&names).await);
         let kept = image.keep_bitmaps(KeptBitmaps { names: names.clone(), changed, broken: self.broken }).await;
-        assert_eq!(kept.unwrap_or_else(|error| panic!("the bitmaps cannot be kept: {error:?}")), names);
+        let kept = kept.unwrap_or_else(|error| panic!("the bitmaps cannot be kept: {error:?}"));
+        assert_eq!(kept, names, "something else uses the space of a bitmap");
     }
 
     /// Compares what is said to have changed since the bitmap was made with what has.
     async fn check(&self, node: &Disks, changes: &Tracker) {
         let now = content(&**node).await;
         let changed = match changes.since(NOTING, now.len() as u64).await {
-            Err(error) if error.kind() == ErrorKind::NotFound && self.has_failed.get() => return,
+            Err(error) if error.kind() == ErrorKind::NotFound && (self.has_failed.get() || self.is_lost.get()) => {
+                return;
+            }
             changed => changed.unwrap_or_else(|error| panic!("the bitmap is no checkpoint: {error:?}")),
         };
         let is_marked = |at: u64| changed.ranges.iter().any(|range| range.start() <= at && at < range.end());
@@ -256,8 +305,10 @@ impl Host {
         for (number, piece) in now.chunks(PIECE_BYTES).enumerate() {
             let at = number * PIECE_BYTES;
             let is_same = base.get(at..at + piece.len()) == Some(piece);
-            assert!(is_same || is_marked(at as u64), "the piece at {at} has changed, and is not marked");
+            let must_be_marked = !is_same || self.has_other_parents.get();
+            assert!(!must_be_marked || is_marked(at as u64), "the piece at {at} has changed, and is not marked");
         }
+        self.has_other_parents.set(false);
     }
 
     /// So many requests, one after the other; now and then the disk grows.

@@ -1,13 +1,15 @@
 //! A qcow2 disk with bitmaps inside it, while clients work, the disk grows, and everything may end at any step.
 //!
 //! The image has a bitmap that notes all changes, one that notes none, and in some runs one that was in use before anybody looked. Lives end in order, by the
-//! death of the process or by a power cut; in some the host's operations fail; and between two of them another program may take a backup, and clear the bitmap. What has to
+//! death of the process or by a power cut; in some the host's operations fail; and between two of them another program may take a backup, and clear the bitmap, may write to the
+//! image that was left behind, or to its parents. What has to
 //! hold whenever nobody has the disk open, and whoever reads the file:
 //!
 //! - **A bitmap that is called consistent and is not in use has each block set that differs from what the disk held when it was made.**
 //! - **The bitmap that notes nothing stays as it is, and the one that was in use stays in use.**
 //! - **The disk's checkpoint of the bitmap's name tells each such block, too, in every life.**
-//! - **A life that ends in order leaves a true bitmap**, whatever was before, as long as nothing has failed.
+//! - **A life that ends in order leaves a true bitmap**, whatever was before, as long as nothing has failed, and nobody else has written while it was in use: then
+//!   it stays so.
 //! - **The image contradicts itself never**, and leaks nothing where no life was cut off.
 
 mod host;
@@ -42,6 +44,10 @@ summary! {
         pub in_use: u64,
         /// Backups by another program.
         pub cleared: u64,
+        /// Writes by another program while the bitmap was in use.
+        pub behind: u64,
+        /// Writes by another program to the image's parents.
+        pub parents: u64,
     }
 }
 
@@ -112,8 +118,11 @@ fn live(host: &Rc<Host>, life: &Life, rng: &mut Rng) {
     host.world.set_faults(Faults::default());
     host.end_life(ended.is_some());
     host.count(|summary| summary.crashes += u64::from(ended.is_none()));
-    if ended.is_some() && rng.chance(1, 5) {
-        host.clear_by_another();
+    match ended {
+        Some(()) if rng.chance(1, 5) => host.clear_by_another(),
+        Some(()) if rng.chance(1, 8) => host.write_to_parents(),
+        None if rng.chance(1, 8) => host.write_by_another(),
+        _ => {}
     }
 }
 

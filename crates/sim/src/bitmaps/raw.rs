@@ -100,7 +100,7 @@ impl Raw {
 
 /// An empty image with bitmaps.
 pub fn image(size_bytes: u64, cluster_bytes: u32, granularity_bits: u8, has_left_in_use: bool) -> Vec<u8> {
-    let form = Form { is_version_2: false, is_extended: false, refcount_order: 4 };
+    let form = Form { is_version_2: false, is_extended: false, refcount_order: 4, data_file: None };
     let mut bytes = form.empty_image(size_bytes, cluster_bytes, None);
     let cluster = cluster_bytes as usize;
     let used = bytes.len() / cluster;

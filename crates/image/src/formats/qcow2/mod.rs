@@ -290,8 +290,8 @@ impl<S: Store> Layer<S> for Qcow2<S> {
         self.list_bitmaps().await
     }
 
-    async fn bitmap_part(&self, name: &str, from_bytes: u64) -> Result<BitmapPart> {
-        self.read_bitmap_part(name, from_bytes).await
+    async fn bitmap_part(&self, name: &str, within: std::ops::Range<u64>) -> Result<BitmapPart> {
+        self.read_bitmap_part(name, within).await
     }
 
     async fn keep_bitmaps(&self, kept: KeptBitmaps) -> Result<Vec<String>> {

@@ -285,7 +285,10 @@ impl<S: Store> Qcow2<S> {
             let first = self.first_write(part, &old).await?;
             let host = self.start_of(part.cluster);
             let words = (host | COPIED, if self.rules.extended { first.bitmap } else { 0 });
-            return Ok((host, New { writing, old, words, around: first.around, needs_sync: true, is_published: false, fresh: None }));
+            return Ok((
+                host,
+                New { writing, old, words, around: first.around, needs_sync: true, is_published: false, fresh: None },
+            ));
         }
         if let (Some(host), true) = (old.host(), old.is_own) {
             return self.place_in_own(writing, part, old, host).await;

@@ -162,9 +162,8 @@ impl<S: Store> Qcow2<S> {
         }
         let header = &self.head.header;
         // Bitmaps stay consistent as a whole: each that is to note all changes is in use from now on.
-        let bitmaps = if self.use_bitmaps(writing).await? { feature::BITMAPS } else { 0 };
-        let kept = bitmaps | data_file::kept_autoclear(header);
-        if header.version >= 3 && header.autoclear & !kept != 0 {
+        let kept = self.use_bitmaps(writing).await? | data_file::kept_autoclear(header);
+        if header.version >= 3 && header.autoclear != kept {
             self.write_header(AUTOCLEAR_AT, &kept.to_be_bytes()).await?;
         }
         self.begin_data_file().await?;

@@ -23,8 +23,6 @@ const FLAGS_AT: usize = 12;
 pub(super) struct Directory {
     pub head: Head,
     pub place: BitmapsExtension,
-    /// Where the data of the extension that names the directory are in the file.
-    pub extension_at: u64,
     /// All of it, byte for byte.
     pub bytes: Vec<u8>,
     /// The bitmaps, and where the entry of each begins and ends.
@@ -57,8 +55,7 @@ impl Directory {
         }
         let bytes = read(store, place.directory_offset, place.directory_bytes).await?;
         let Some(entries) = entries(&bytes, place.count, &head) else { return Ok(Found::Unsound) };
-        let extension_at = extension_at(&head);
-        Ok(Found::Sound(Box::new(Self { head, place, extension_at, bytes, entries })))
+        Ok(Found::Sound(Box::new(Self { head, place, bytes, entries })))
     }
 
     /// The number of the bitmap `name`.
@@ -108,8 +105,8 @@ fn entries(bytes: &[u8], count: u32, head: &Head) -> Option<Vec<(Bitmap, std::op
     (at == bytes.len()).then_some(all)
 }
 
-/// Where the data of the extension of bitmaps are in the file.
-fn extension_at(head: &Head) -> u64 {
+/// Where the data of the extension that names the directory are in the file.
+pub(super) fn extension_at(head: &Head) -> u64 {
     let before = head.extensions.all.iter().take_while(|extension| extension.kind != kind::BITMAPS);
     let bytes: u64 = before.map(extension_bytes).sum();
     u64::from(head.header.header_bytes) + bytes + 8
@@ -120,9 +117,10 @@ fn extension_bytes(extension: &Extension) -> u64 {
     8 + (extension.data.len() as u64).next_multiple_of(8)
 }
 
-/// True for a bitmap that must note all changes, and says that it has.
+/// True for a bitmap that must note all changes. Also for one that is in use by what is read: when the sync of that has failed before, the page cache has it,
+/// and storage may not.
 pub(super) fn must_note(bitmap: &Bitmap) -> bool {
-    bitmap.flags & flag::AUTO != 0 && bitmap.flags & flag::IN_USE == 0
+    bitmap.flags & flag::AUTO != 0
 }
 
 /// The entries of the table of `bitmap`, from the one of number `first` on: as many as are read at once.

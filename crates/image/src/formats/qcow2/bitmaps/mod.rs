@@ -12,26 +12,36 @@
 //! So whatever ends meanwhile, all these bitmaps are in use, or all are true: space may be leaked. A bitmap that was in use before, that nobody
 //! keeps up, or that does not note changes, stays as it is, byte for byte. What cannot be saved stays in use.
 //!
+//! A bit of the header that no other program knows, and that therefore each one clears before it writes, says that all changes since come from who keeps
+//! bitmaps up ([`KEPT_UP`]). It is durable before any bitmap is in use. So after a kill it tells whether anybody else has written.
+//!
 //! A bitmap is removed by a new directory, too: it and its number are named by one write within a sector.
 
 mod directory;
 mod save;
 
 use std::collections::HashSet;
+use std::ops::Range;
 
 use spile_core::{Error, ErrorKind, Extent, Result, ResultExt, Segments, Store, StoreOffset, Via};
 
 use self::directory::{Directory, Found, clusters_of, must_note, table_part};
 use super::Qcow2;
 use super::codec::bitmap::{Bitmap, Bits, flag};
+use super::codec::header::{Header, feature};
+use super::data_file;
 use super::open::read;
 use super::refcounts::Refcounts;
-use super::writing::Writing;
+use super::writing::{AUTOCLEAR_AT, Writing};
 use crate::bitmaps::{BitmapPart, BitmapState, BrokenBitmaps, InnerBitmap, KeptBitmaps};
 use crate::layer::Layer as _;
 
 /// Granularities that other programs know.
 const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
+/// QEMU does not open an image with a bitmap whose table stands for more clusters than that.
+const MOST_BITS_BYTES: u64 = 512 << 20;
+/// The autoclear feature of an image that nobody has written to since but who keeps its bitmaps up.
+pub(super) const KEPT_UP: u64 = 1 << 63;
 /// An answer has about so many ranges at most.
 const MOST_RANGES: usize = 16 << 10;
 /// So many entries of a table without ranges are gone through for one answer.
@@ -43,17 +53,24 @@ impl<S: Store> Qcow2<S> {
         Ok(match Directory::read(&self.store).await? {
             Found::None => Some(Vec::new()),
             Found::Unsound => None,
-            Found::Sound(directory) => Some(directory.entries.iter().filter_map(|(bitmap, _)| told(bitmap)).collect()),
+            Found::Sound(directory) => {
+                let in_use = match directory.head.header.autoclear & KEPT_UP != 0 {
+                    true => BitmapState::KeptUp,
+                    false => BitmapState::InUse,
+                };
+                Some(directory.entries.iter().filter_map(|(bitmap, _)| told(bitmap, in_use)).collect())
+            }
         })
     }
 
-    /// What is set in the bitmap `name`, from `from_bytes` of the disk on.
-    pub(super) async fn read_bitmap_part(&self, name: &str, from_bytes: u64) -> Result<BitmapPart> {
+    /// What is set in the bitmap `name`, from the start of `asked` on.
+    pub(super) async fn read_bitmap_part(&self, name: &str, asked: Range<u64>) -> Result<BitmapPart> {
         let (directory, number) = self.find_bitmap(name).await?;
         let (head, bitmap) = (&directory.head, &directory.entries[number].0);
         let (size, span) = (head.header.size_bytes, self.entry_span(bitmap));
-        let first = from_bytes / span;
-        let mut part = BitmapPart { ranges: Vec::new(), end: (first * span).min(size) };
+        let first = asked.start / span;
+        let mut part = BitmapPart { ranges: Vec::new(), end: first.saturating_mul(span).min(size) };
+        let begin = part.end;
         for entry in table_part(&self.store, head, bitmap, first).await?.into_iter().take(MOST_ENTRIES) {
             let within = part.end..part.end.saturating_add(span).min(size);
             match entry {
@@ -65,11 +82,11 @@ impl<S: Store> Qcow2<S> {
                 }
             }
             part.end = within.end;
-            if part.end >= size || part.ranges.len() >= MOST_RANGES {
+            if part.end >= size.min(asked.end) || part.ranges.len() >= MOST_RANGES {
                 break;
             }
         }
-        if part.end < size && part.end == (first * span).min(size) {
+        if part.end < size && part.end == begin {
             return Err(Error::new(ErrorKind::Corrupt, "the table of a bitmap is too short for the disk"));
         }
         Ok(part)
@@ -86,32 +103,47 @@ impl<S: Store> Qcow2<S> {
 
     /// The bytes of the disk that one entry of a bitmap's table is for.
     fn entry_span(&self, bitmap: &Bitmap) -> u64 {
-        (self.head.header.cluster_bytes() * 8) << bitmap.granularity_bits
+        (self.head.header.cluster_bytes() * 8).saturating_mul(1 << bitmap.granularity_bits)
     }
 
-    /// Notes who keeps up which bitmaps. Those whose clusters are not theirs alone are left out, for their space would be freed.
+    /// Notes who keeps up which bitmaps, in the place of who did so before. Nobody does where the clusters of any bitmap are not its own alone, for space that
+    /// something else uses would be freed.
     pub(super) async fn keep_sound_bitmaps(&self, mut kept: KeptBitmaps) -> Result<Vec<String>> {
         let writing = self.writing.as_ref().ok_or_else(|| self.read_only_error())?;
         let mut slot = writing.bitmaps.lock().await;
-        let Found::Sound(directory) = Directory::read(&self.store).await? else { return Ok(Vec::new()) };
-        let (mut known, mut counts) = (HashSet::new(), writing.counts.lock().await);
-        if !self.are_own(&mut counts, &mut known, directory.clusters().collect()).await? {
+        *slot = None;
+        if kept.names.is_empty() {
             return Ok(Vec::new());
         }
-        let mut names = Vec::new();
-        for name in kept.names {
-            let Some(number) = directory.find(&name) else { continue };
-            let clusters = match clusters_of(&self.store, &directory.head, &directory.entries[number].0).await {
-                Err(error) if error.kind() == ErrorKind::Corrupt => continue,
+        let Found::Sound(directory) = Directory::read(&self.store).await? else { return Ok(Vec::new()) };
+        if !self.are_all_own(writing, &directory).await? {
+            return Ok(Vec::new());
+        }
+        kept.names.retain(|name| directory.find(name).is_some());
+        let names = kept.names.clone();
+        *slot = Some(kept).filter(|kept| !kept.names.is_empty());
+        Ok(names)
+    }
+
+    /// True when the clusters of the directory and of each bitmap are theirs alone.
+    async fn are_all_own(&self, writing: &Writing, directory: &Directory) -> Result<bool> {
+        let (mut known, mut counts) = (HashSet::new(), writing.counts.lock().await);
+        if !self.are_own(&mut counts, &mut known, directory.clusters().collect()).await? {
+            return Ok(false);
+        }
+        for (bitmap, _) in &directory.entries {
+            if is_too_large(bitmap.table_entries.into(), &directory.head.header) {
+                return Ok(false);
+            }
+            let clusters = match clusters_of(&self.store, &directory.head, bitmap).await {
+                Err(error) if error.kind() == ErrorKind::Corrupt => return Ok(false),
                 clusters => clusters?,
             };
-            if self.are_own(&mut counts, &mut known, clusters).await? {
-                names.push(name);
+            if !self.are_own(&mut counts, &mut known, clusters).await? {
+                return Ok(false);
             }
         }
-        kept.names = names.clone();
-        *slot = Some(kept);
-        Ok(names)
+        Ok(true)
     }
 
     /// True when each of `clusters` is counted once, holds no other table, and is not in `known`, to which all are added.
@@ -125,19 +157,31 @@ impl<S: Store> Qcow2<S> {
         Ok(true)
     }
 
-    /// Has each bitmap that must note all changes be in use. True when the bitmaps of the image stay consistent as a whole. The caller syncs.
-    pub(super) async fn use_bitmaps(&self, writing: &Writing) -> Result<bool> {
+    /// Has each bitmap that must note all changes be in use. Returns the autoclear features that the image has from then on: that its bitmaps are consistent as a
+    /// whole, and that somebody keeps them up. The caller writes them, and syncs.
+    pub(super) async fn use_bitmaps(&self, writing: &Writing) -> Result<u64> {
         if self.head.extensions.bitmaps.is_none() {
-            return Ok(false);
+            return Ok(0);
         }
         let kept = writing.bitmaps.lock().await;
         let directory = Directory::read(&self.store).await;
         // What cannot be read is not called consistent any more.
-        let Ok(Found::Sound(directory)) = directory else { return Ok(false) };
+        let Ok(Found::Sound(directory)) = directory else { return Ok(0) };
+        // The mark could hit what is something else's, and bits that share their place are no bits after a change.
+        if !self.are_all_own(writing, &directory).await.unwrap_or(false) {
+            return Ok(0);
+        }
+        let features = feature::BITMAPS | kept.as_ref().map_or(0, |_| KEPT_UP);
+        if features & KEPT_UP & !directory.head.header.autoclear != 0 {
+            // Whoever finds them in use after a power cut knows who has written.
+            let all = features | data_file::kept_autoclear(&directory.head.header);
+            self.write_header(AUTOCLEAR_AT, &all.to_be_bytes()).await?;
+            self.store.sync().await?;
+        }
         if kept.as_ref().is_none_or(|kept| kept.broken != BrokenBitmaps::InUseLate) {
             self.write_in_use(*directory, must_note).await?;
         }
-        Ok(true)
+        Ok(features)
     }
 
     /// Writes the directory with those bitmaps in use that `which` says.
@@ -161,10 +205,8 @@ impl<S: Store> Qcow2<S> {
         let _alone = writing.bitmaps.lock().await;
         let Found::Sound(directory) = Directory::read(&self.store).await? else { return Ok(()) };
         let bits = directory.head.header.cluster_bits;
-        let is_other = |bitmap: &Bitmap| {
-            bitmap.flags & flag::IN_USE == 0
-                && bitmap.needed_entries(size_bytes, bits) != u64::from(bitmap.table_entries)
-        };
+        // Also those that are in use by what is read: storage may have lost that when an earlier sync failed.
+        let is_other = |bitmap: &Bitmap| bitmap.needed_entries(size_bytes, bits) != u64::from(bitmap.table_entries);
         self.write_in_use(*directory, is_other).await?;
         self.store.sync().await
     }
@@ -189,11 +231,18 @@ impl<S: Store> Qcow2<S> {
     }
 }
 
-fn told(bitmap: &Bitmap) -> Option<InnerBitmap> {
+/// True for a bitmap with so many entries in its table that QEMU does not open the image.
+fn is_too_large(table_entries: u64, header: &Header) -> bool {
+    table_entries.saturating_mul(header.cluster_bytes()) > MOST_BITS_BYTES
+}
+
+/// What is told of `bitmap`. `in_use`: what those are that are in use.
+fn told(bitmap: &Bitmap, in_use: BitmapState) -> Option<InnerBitmap> {
+    let is_known = bitmap.knows_extra() && GRANULARITY_BITS.contains(&bitmap.granularity_bits);
     let state = match bitmap.flags & flag::IN_USE != 0 {
-        true => BitmapState::InUse,
-        false if bitmap.is_usable() && GRANULARITY_BITS.contains(&bitmap.granularity_bits) => BitmapState::Good,
-        false => BitmapState::Unknown,
+        _ if !is_known => BitmapState::Unknown,
+        true => in_use,
+        false => BitmapState::Good,
     };
     Some(InnerBitmap {
         name: String::from_utf8(bitmap.name.clone()).ok()?,

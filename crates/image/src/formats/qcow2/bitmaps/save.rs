@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use spile_core::{Error, ErrorKind, Result, Store, yield_now};
+use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreOffset, Via, yield_now};
 
 use super::super::Qcow2;
 use super::super::alloc::runs;
-use super::super::codec::bitmap::{Bitmap, flag};
+use super::super::codec::bitmap::{Bitmap, BitmapsExtension, flag};
 use super::super::codec::extension::kind;
 use super::super::codec::header::{Header, feature};
 use super::super::codec::table::encode;
@@ -14,7 +14,8 @@ use super::super::create::write;
 use super::super::first_cluster;
 use super::super::open::read_head;
 use super::super::writing::{AUTOCLEAR_AT, Writing};
-use super::directory::{Directory, Found, clusters_of, must_note};
+use super::directory::{Directory, Found, clusters_of, extension_at, must_note};
+use super::{KEPT_UP, is_too_large};
 use crate::bitmaps::{BrokenBitmaps, KeptBitmaps};
 
 /// So much of the disk is asked for at once.
@@ -34,7 +35,8 @@ struct Exchange {
 impl<S: Store> Qcow2<S> {
     /// Saves the bitmaps that somebody keeps up. What cannot be saved stays in use, which is told in the log.
     pub(in super::super) async fn save_bitmaps(&self, writing: &Writing) {
-        let Some(kept) = writing.bitmaps.lock().await.take() else { return };
+        // It stays there meanwhile: what is kept up is in use only while the header says that somebody keeps it up.
+        let Some(kept) = writing.bitmaps.lock().await.clone() else { return };
         if kept.names.is_empty() || writing.is_broken() {
             return;
         }
@@ -94,7 +96,15 @@ impl<S: Store> Qcow2<S> {
             if bitmap.flags & flag::IN_USE == 0 {
                 continue;
             }
-            let size = directory.head.header.size_bytes;
+            let header = &directory.head.header;
+            let size = header.size_bytes;
+            if is_too_large(bitmap.needed_entries(size, header.cluster_bits), header) {
+                let path = self.store.path().display();
+                tracing::warn!(
+                    "{path}: the bitmap {name:?} stays in use: QEMU opens no image with one of so many bits"
+                );
+                continue;
+            }
             let old = clusters_of(&self.store, &directory.head, &bitmap).await?;
             match self.write_bits(writing, kept, (name, &bitmap), size, exchange).await {
                 // Nobody knows of it any more.
@@ -178,16 +188,39 @@ impl<S: Store> Qcow2<S> {
         directory.place.count = directory.entries.len() as u32;
         directory.place.directory_bytes = directory.bytes.len() as u64;
         directory.place.directory_offset = self.start_of(run.start);
-        let new = directory.place.to_bytes();
-        // When this fails, the header may name either directory: neither is freed.
-        match was.count == directory.place.count {
-            true => self.write_header(directory.extension_at + 16, &new[16..]).await?,
-            false => self.write_header(directory.extension_at, &new).await?,
+        {
+            let _alone = writing.header.lock().await;
+            let at = match self.place_to_write(&was, &directory.place).await {
+                Ok(at) => at,
+                Err(error) => {
+                    writing.space().lost.append(&mut exchange.new);
+                    return Err(error);
+                }
+            };
+            let new = directory.place.to_bytes();
+            // A size that stays needs no sector of its own for all of it. When this fails, the header may name either directory: neither is freed.
+            let from = if was.count == directory.place.count { 16 } else { 0 };
+            self.store.write_at(StoreOffset(at + from as u64), &Segments::copied(&new[from..]), Via::Cached).await?;
+            self.store.sync().await?;
+            self.now.set_bitmaps(read_head(&self.store).await?);
         }
-        self.store.sync().await?;
         self.free_all(writing, exchange.old).await;
-        self.now.set_bitmaps(read_head(&self.store).await?);
         Ok(())
+    }
+
+    /// Where the header names the bitmaps now, while nobody else changes it: another parent's name may have moved that since the directory was read.
+    async fn place_to_write(&self, was: &BitmapsExtension, new: &BitmapsExtension) -> Result<u64> {
+        let head = read_head(&self.store).await?;
+        if head.extensions.bitmaps.as_ref() != Some(was) {
+            return Err(
+                Error::new(ErrorKind::Corrupt, "the image names other bitmaps than it did").at_path(self.store.path())
+            );
+        }
+        let at = extension_at(&head);
+        if was.count != new.count && at % SECTOR > SECTOR - new.to_bytes().len() as u64 {
+            return Err(cannot_remove());
+        }
+        Ok(at)
     }
 
     /// Frees what nothing refers to any more, durably. What cannot be freed is leaked.
@@ -207,9 +240,6 @@ impl<S: Store> Qcow2<S> {
         if directory.entries.len() == 1 {
             return self.remove_last(writing, directory).await;
         }
-        if directory.extension_at % SECTOR > SECTOR - directory.place.to_bytes().len() as u64 {
-            return Err(cannot_remove());
-        }
         let (bitmap, within) = directory.entries.remove(number);
         directory.bytes.drain(within);
         let old = clusters_of(&self.store, &directory.head, &bitmap).await?;
@@ -220,31 +250,37 @@ impl<S: Store> Qcow2<S> {
     async fn remove_last(&self, writing: &Writing, directory: Directory) -> Result<()> {
         let mut old = clusters_of(&self.store, &directory.head, &directory.entries[0].0).await?;
         old.extend(directory.clusters());
-        let all = &directory.head.extensions.all;
+        {
+            let _alone = writing.header.lock().await;
+            self.name_none(&directory.place).await?;
+            self.now.set_bitmaps(read_head(&self.store).await?);
+        }
+        self.free_all(writing, old).await;
+        Ok(())
+    }
+
+    /// Has the header name no bitmaps any more, in the place of `was`, while nobody else changes it.
+    async fn name_none(&self, was: &BitmapsExtension) -> Result<()> {
+        let at = self.place_to_write(was, was).await?;
+        let head = read_head(&self.store).await?;
+        let all = &head.extensions.all;
         let is_at_end = all.last().is_some_and(|extension| extension.kind == kind::BITMAPS);
         let others = all.iter().filter(|extension| extension.kind != kind::BITMAPS).cloned().collect();
-        let header =
-            Header { autoclear: directory.head.header.autoclear & !feature::BITMAPS, ..directory.head.header.clone() };
-        let autoclear = header.autoclear.to_be_bytes();
-        let change = first_cluster::change(&directory.head, header, others, directory.head.backing.as_deref());
+        let header = Header { autoclear: head.header.autoclear & !(feature::BITMAPS | KEPT_UP), ..head.header.clone() };
+        let autoclear = Segments::copied(&header.autoclear.to_be_bytes());
+        let change = first_cluster::change(&head, header, others, head.backing.as_deref());
         if !is_at_end && change.is_none() {
             return Err(cannot_remove());
         }
-        self.write_header(AUTOCLEAR_AT, &autoclear).await?;
+        self.store.write_at(StoreOffset(AUTOCLEAR_AT), &autoclear, Via::Cached).await?;
         self.store.sync().await?;
         match change {
             // What begins with zeroes ends the extensions.
-            _ if is_at_end => self.write_header(directory.extension_at - 8, &[0; 8]).await?,
-            Some(change) => {
-                let _alone = writing.header.lock().await;
-                change.write(&self.store).await?;
-            }
+            _ if is_at_end => self.store.write_at(StoreOffset(at - 8), &Segments::zeroed(8), Via::Cached).await?,
+            Some(change) => change.write(&self.store).await?,
             None => {}
         }
-        self.store.sync().await?;
-        self.free_all(writing, old).await;
-        self.now.set_bitmaps(read_head(&self.store).await?);
-        Ok(())
+        self.store.sync().await
     }
 }
 

@@ -171,8 +171,12 @@ impl Bitmap {
 
     /// True when its bits may be believed, in an image whose bitmaps are consistent as a whole.
     pub fn is_usable(&self) -> bool {
-        let knows_extra = self.extra.is_empty() || self.flags & flag::EXTRA_COMPATIBLE != 0;
-        self.flags & flag::IN_USE == 0 && knows_extra
+        self.flags & flag::IN_USE == 0 && self.knows_extra()
+    }
+
+    /// True when it has no data that matter and are not known.
+    pub fn knows_extra(&self) -> bool {
+        self.extra.is_empty() || self.flags & flag::EXTRA_COMPATIBLE != 0
     }
 }
 
