@@ -9,7 +9,7 @@ use spile_core::{Disk, ErrorKind, Extent, Result, Segments};
 use spile_image::check::Severity;
 use spile_image::formats::vhd::codec::footer::{DiskType, Footer};
 use spile_image::layer::Layer as _;
-use spile_image::{Format, Graph, OpenOptions, Room};
+use spile_image::{Format, Graph, Room};
 
 const QCOW2: &str = "/dev/a.qcow2";
 const VHD: &str = "/dev/a.vhd";
@@ -111,28 +111,6 @@ fn nobody_looks_at_a_devices_length_while_there_is_room() {
         write(&disk, 0, &pattern(1, 4 << 20));
         assert_eq!(device.looks.load(Ordering::Relaxed), 0, "{format}");
     }
-}
-
-#[test]
-fn data_that_lie_elsewhere_need_no_room() {
-    let mut image = Image::new(16, 4 * MIB);
-    image.incompatible(4);
-    image.extension(0x4441_5441, b"a.data");
-    let world = World::new();
-    let device = world.files.add(QCOW2, DEVICE);
-    device.patch(0, &image.finish());
-    device.lengthen(4 * UNIT + 512);
-    world.raw("/dev/a.data", &[]).set_len(4 * MIB);
-    let allow_parents = vec!["/dev".into()];
-    let disk =
-        world.try_open(QCOW2, &OpenOptions { allow_data_file: true, allow_parents, ..OpenOptions::default() }).unwrap();
-    let told: Arc<Mutex<Option<Room>>> = Arc::default();
-    let hears = told.clone();
-    disk.handles()[0].image().watch_room(Arc::new(move |room| *hears.lock().unwrap() = Some(room)));
-    write(&disk, 0, &pattern(1, 4 << 20));
-    block_on(disk.handles()[0].image().look_for_room()).unwrap();
-    let room = told.lock().unwrap().unwrap();
-    assert!(room.most_bytes < 4 * MIB, "{room:?}");
 }
 
 #[test]
