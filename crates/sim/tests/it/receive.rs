@@ -47,7 +47,7 @@ fn what_comes_late_by_an_old_link_is_found() {
 
 #[test]
 fn a_write_that_is_sent_again_by_the_same_link_is_found() {
-    bites(Broken::SentAgain, 31, " reads ");
+    bites(Broken::SentAgain, 175, " reads ");
 }
 
 #[test]
@@ -98,7 +98,7 @@ fn an_old_name_that_is_lost_without_a_note_is_found() {
 
 #[test]
 fn a_hand_over_before_the_copy_is_durable_there_is_found() {
-    bites(Broken::Move(BrokenMove::HandOverUnflushed), 343, " reads ");
+    bites(Broken::Move(BrokenMove::HandOverUnflushed), 703, " reads ");
 }
 
 #[test]
@@ -130,5 +130,5 @@ fn changes_that_are_not_noted_there_are_found() {
 
 #[test]
 fn an_old_image_that_somebody_wrote_to_and_that_is_used_again_is_found() {
-    bites_tracked(Broken::OldImageAsIs, 7, " reads ");
+    bites_tracked(Broken::OldImageAsIs, 28, " reads ");
 }
