@@ -7,8 +7,6 @@
 //! - after the death of the process, what was answered stays certain, and what was in flight is over: it happened or not;
 //! - after a power cut, only what a completed flush covered (or was written with FUA) stays certain.
 //!
-//! A read that meets a change in flight makes nothing certain: the next one may still find what was before, as on a mirror of two devices.
-//!
 //! What a read returns while nothing is in flight on the sector *settles* it: a new version, with the value read,
 //! so that a disk that goes back and forth in time is found. After a power cut what was read came from the medium:
 //! it is certain from then on.
@@ -264,9 +262,7 @@ impl Oracle {
         if allowed.iter().any(|at| versions[*at].failed) {
             return Ok(());
         }
-        if let [only] = matching[..]
-            && versions[only].ended < NEVER
-        {
+        if let [only] = matching[..] {
             versions[only].seen = versions[only].seen.min(now);
         }
         let quiet = versions.iter().all(|version| version.ended < issued);

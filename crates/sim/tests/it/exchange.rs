@@ -15,7 +15,7 @@ fn three_hundred_seeds_find_nothing() {
     println!("{all:?}");
     assert!(all.exchanges > 250 && all.sealed > 250, "too little happened: {all:?}");
     assert!(
-        all.failed > 10 && all.grown > 100 && all.went_back > 50 && all.half_sets > 0,
+        all.failed > 5 && all.grown > 100 && all.went_back > 50 && all.half_sets > 0,
         "too little happened: {all:?}"
     );
     assert!(all.went_back_in_use > 20, "too little happened: {all:?}");
