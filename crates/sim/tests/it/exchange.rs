@@ -72,7 +72,7 @@ fn a_leaf_that_is_sealed_before_its_epoch_has_ended_is_found() {
 
 #[test]
 fn a_flush_that_covers_only_the_new_leaf_is_found() {
-    bites(Broken::FlushOfLeaf, 346, " reads ");
+    bites(Broken::FlushOfLeaf, 1262, " reads ");
 }
 
 #[test]

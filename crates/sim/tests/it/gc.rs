@@ -50,7 +50,7 @@ fn bites(broken: Broken, first: u64, sign: &str) {
 
 #[test]
 fn a_folder_that_is_asked_before_the_lock_is_found() {
-    bites(Broken::AskedBeforeLock, 94, "does not open");
+    bites(Broken::AskedBeforeLock, 385, "does not open");
 }
 
 #[test]
