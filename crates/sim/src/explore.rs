@@ -1,6 +1,7 @@
 //! The explorer: takes a subject through the lives of a plan, crashes it, opens it again, and checks everything.
 
 use std::cell::{Cell, RefCell};
+use std::ops::AddAssign;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::sync::Once;
@@ -78,6 +79,32 @@ pub fn explore<S: Subject>(subject: S, plan: Plan, options: &Options) -> Result<
     }
     let mut run = Run::new(world.clone(), subject, plan, options);
     catch_findings(&world, move || run.all())
+}
+
+/// Runs one short life such as `quiet`, and a second one, ended at each step of the first: by a death and by a power cut. A third one ends some steps after
+/// it began. `crashes` tells how many lives of a sum have ended so.
+///
+/// # Errors
+/// What was found.
+pub(crate) fn every_step<S: Copy + Default + AddAssign>(
+    quiet: Life,
+    crashes: impl Fn(S) -> u64,
+    run: impl Fn(Vec<Life>) -> Result<S, Finding>,
+) -> Result<S, Finding> {
+    let mut all = S::default();
+    let life = |crash_at, crash| Life { crash_at, crash, ..quiet.clone() };
+    for step in 1.. {
+        let before = crashes(all);
+        for crash in [Crash::Death, Crash::PowerCut] {
+            all +=
+                run(vec![life(None, Crash::Death), life(Some(step), crash), life(Some(step % 37), Crash::PowerCut)])?;
+        }
+        // Only the third life crashes when the second is shorter than so many steps.
+        if crashes(all) - before <= 2 {
+            return Ok(all);
+        }
+    }
+    Ok(all)
 }
 
 /// Does `work`; a panic in it is a finding.

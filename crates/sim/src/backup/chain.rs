@@ -12,13 +12,10 @@
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
-use spile_core::{Disk, Extent, Segments, Timer, WriteZeroes};
+use spile_core::{Disk, Extent, Segments, WriteZeroes};
 use spile_life::backup::{Around, Begun, Beneath, Copy, Digests, PIECE_BYTES, Subject, any_room, begin, fleece};
 use spile_life::changes::header::{Grain, Stamp};
 use spile_life::changes::{Broken as BrokenChanges, Changes, Found, Surroundings};
@@ -33,27 +30,13 @@ use crate::pages::{PAGE, Pages};
 use crate::plan::Plan;
 use crate::rng::Rng;
 use crate::store::{SimFiles, SimStore};
-use crate::turns::{pause, turns};
+use crate::turns::{Seconds, pause, turns};
 use crate::world::World;
 
 const DISK: &str = "/images/chain.raw";
 
 type Tracker = Arc<Changes<SimFiles>>;
 type Point = Begun<SimStore, spile_image::Graph<SimStore>>;
-
-/// A clock by which some seconds go by between two looks.
-#[derive(Default)]
-struct Seconds(AtomicU64);
-
-impl Timer for Seconds {
-    fn sleep(&self, _: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
-        Box::pin(std::future::ready(()))
-    }
-
-    fn now_ns(&self) -> u64 {
-        Duration::from_secs(self.0.fetch_add(1, Ordering::Relaxed) * 4).as_nanos() as u64
-    }
-}
 
 /// A write to a page: 0 for zeroes. Moments are counted by [`Host::tick`].
 #[derive(Clone, Copy)]

@@ -2,15 +2,11 @@
 
 use std::cell::{Cell, RefCell};
 use std::path::Path;
-use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use spile_core::{
-    Disk, ErrorKind, Extent, Files, GuestOffset, OpenMode, Result, Segments, Store, StoreOffset, Timer, Via,
-    WriteZeroes,
+    Disk, ErrorKind, Extent, Files, GuestOffset, OpenMode, Result, Segments, Store, StoreOffset, Via, WriteZeroes,
 };
 use spile_image::bitmaps::KeptBitmaps;
 use spile_image::check::Severity;
@@ -26,6 +22,7 @@ use super::{BitmapsSummary, Broken};
 use crate::exec::block_on;
 use crate::rng::Rng;
 use crate::store::{SimFiles, SimStore};
+use crate::turns::Seconds;
 use crate::world::World;
 
 const DISK: &str = "/images/disk.qcow2";
@@ -35,20 +32,6 @@ const PIECE_BYTES: usize = 512;
 type Tracker = Arc<Changes<SimFiles>>;
 type Disks = Arc<Node<Graph<SimStore>>>;
 pub(super) type Opened = (Disks, Tracker);
-
-/// A clock by which some seconds go by between two looks.
-#[derive(Default)]
-struct Seconds(AtomicU64);
-
-impl Timer for Seconds {
-    fn sleep(&self, _: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
-        Box::pin(std::future::ready(()))
-    }
-
-    fn now_ns(&self) -> u64 {
-        Duration::from_secs(self.0.fetch_add(1, Ordering::Relaxed) * 4).as_nanos() as u64
-    }
-}
 
 /// What stays over the lives of the process.
 pub(super) struct Host {

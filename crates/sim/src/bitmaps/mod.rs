@@ -21,9 +21,8 @@ use std::rc::Rc;
 pub use spile_image::bitmaps::BrokenBitmaps as Broken;
 
 use crate::exec::Executor;
-use crate::explore::{Finding, catch_findings};
+use crate::explore::{Finding, catch_findings, every_step};
 use crate::faults::Faults;
-use crate::oracle::Crash;
 use crate::plan::{Life, Plan};
 use crate::rng::Rng;
 use crate::world::World;
@@ -65,22 +64,11 @@ pub fn run_bitmaps(seed: u64, broken: Broken, trace: bool) -> Result<BitmapsSumm
 /// # Errors
 /// What was found.
 pub fn run_every_step(seed: u64, broken: Broken) -> Result<BitmapsSummary, Finding> {
-    let mut all = BitmapsSummary::default();
-    let life = |crash_at, crash| Life { crash_at, crash, ..Life::quiet(6, 2) };
-    for step in 1.. {
-        let before = all.crashes;
-        for crash in [Crash::Death, Crash::PowerCut] {
-            let mut plan = draw(seed);
-            plan.lives =
-                vec![life(None, Crash::Death), life(Some(step), crash), life(Some(step % 37), Crash::PowerCut)];
-            all += run_plan(seed, plan, broken, false)?;
-        }
-        // Only the third life crashes when the second is shorter than so many steps.
-        if all.crashes - before <= 2 {
-            return Ok(all);
-        }
-    }
-    Ok(all)
+    every_step(
+        Life::quiet(6, 2),
+        |all: BitmapsSummary| all.crashes,
+        |lives| run_plan(seed, Plan { lives, ..draw(seed) }, broken, false),
+    )
 }
 
 fn draw(seed: u64) -> Plan {

@@ -4,13 +4,10 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
-use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
-use spile_core::{Disk, Error, ErrorKind, Extent, Files, GuestOffset, Result, Segments, Timer, WriteZeroes};
+use spile_core::{Disk, Error, ErrorKind, Extent, Files, GuestOffset, Result, Segments, WriteZeroes};
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::changes::header::{Grain, Stamp};
 use spile_life::changes::{Broken, Changes, Found, Surroundings};
@@ -21,28 +18,13 @@ use super::{ChangesSummary, Disks};
 use crate::pages::Pages;
 use crate::rng::Rng;
 use crate::store::SimFiles;
-use crate::turns::pause;
+use crate::turns::{Seconds, pause};
 use crate::world::World;
 
 const DISK: &str = "/images/disk.raw";
 
 pub(super) type Tracker = Arc<Changes<SimFiles>>;
 pub(super) type Opened = (Disks, Tracker);
-
-/// A clock by which some seconds go by between two looks.
-#[derive(Default)]
-struct Seconds(AtomicU64);
-
-impl Timer for Seconds {
-    fn sleep(&self, _: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
-        Box::pin(std::future::ready(()))
-    }
-
-    fn now_ns(&self) -> u64 {
-        let looks = self.0.fetch_add(1, Ordering::Relaxed);
-        Duration::from_secs(looks * 4).as_nanos() as u64
-    }
-}
 
 /// A checkpoint as the run knows it.
 struct Known {

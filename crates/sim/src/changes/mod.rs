@@ -22,7 +22,7 @@ use spile_node::Node;
 pub use spile_life::changes::Broken;
 
 use crate::exec::Executor;
-use crate::explore::{Finding, catch_findings};
+use crate::explore::{Finding, catch_findings, every_step};
 use crate::faults::Faults;
 use crate::oracle::Crash;
 use crate::plan::{Life, Plan};
@@ -67,22 +67,11 @@ pub fn run_changes(seed: u64, broken: Broken, trace: bool) -> Result<ChangesSumm
 /// # Errors
 /// What was found.
 pub fn run_every_step(seed: u64, broken: Broken) -> Result<ChangesSummary, Finding> {
-    let mut all = ChangesSummary::default();
-    let life = |crash_at, crash| Life { crash_at, crash, ..Life::quiet(12, 2) };
-    for step in 1.. {
-        let before = all.crashes;
-        for crash in [Crash::Death, Crash::PowerCut] {
-            let mut plan = draw(seed);
-            plan.lives =
-                vec![life(None, Crash::Death), life(Some(step), crash), life(Some(step % 37), Crash::PowerCut)];
-            all += run_plan(seed, plan, broken, false)?;
-        }
-        // Only the third life crashes when the second is shorter than so many steps.
-        if all.crashes - before <= 2 {
-            return Ok(all);
-        }
-    }
-    Ok(all)
+    every_step(
+        Life::quiet(12, 2),
+        |all: ChangesSummary| all.crashes,
+        |lives| run_plan(seed, Plan { lives, ..draw(seed) }, broken, false),
+    )
 }
 
 fn draw(seed: u64) -> Plan {

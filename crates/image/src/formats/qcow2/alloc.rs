@@ -210,8 +210,8 @@ impl<S: Store> Qcow2<S> {
             }
             emptied => emptied?,
         }
-        let batch = self.count(writing, counts, found).await?;
-        Ok(Batch { is_scarce, ..batch })
+        let (clusters, is_durable) = self.count(writing, counts, found).await?;
+        Ok(Batch { clusters, is_durable, is_scarce })
     }
 
     fn no_space(&self) -> Error {
@@ -281,9 +281,9 @@ impl<S: Store> Qcow2<S> {
         Ok(())
     }
 
-    /// Counts the free clusters `found`, which are zero. A cluster whose count has no place becomes the block of counts: then all of them are durable
-    /// when this returns.
-    async fn count(&self, writing: &Writing, counts: &mut Refcounts, found: Vec<u64>) -> Result<Batch> {
+    /// Counts the free clusters `found`, which are zero. A cluster whose count has no place becomes the block of counts. Returns the others, and whether all
+    /// is durable: it is when there are new blocks.
+    async fn count(&self, writing: &Writing, counts: &mut Refcounts, found: Vec<u64>) -> Result<(Vec<u64>, bool)> {
         let (mut blocks, mut clusters) = (Vec::new(), Vec::new());
         for cluster in &found {
             match counts.has_block(*cluster) {
@@ -310,7 +310,7 @@ impl<S: Store> Qcow2<S> {
             // The table in the file may differ from the one in memory.
             published.await.inspect_err(|_| writing.refuse_writes())?;
         }
-        Ok(Batch { clusters, is_durable: !blocks.is_empty(), is_scarce: false })
+        Ok((clusters, !blocks.is_empty()))
     }
 
     /// Makes clusters that are free read as zeroes; the file grows to hold them.

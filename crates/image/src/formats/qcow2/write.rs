@@ -352,10 +352,10 @@ impl<S: Store> Qcow2<S> {
     /// Sees that the L2 table for `at` exists and is this map's alone.
     pub(super) async fn own_table(&self, writing: &Writing, at: u64) -> Result<()> {
         let table = self.map.table_of(at);
-        if self.map.l1_entry(table) & COPIED != 0 {
+        let entry = self.map.l1_entry(table);
+        if entry & COPIED != 0 {
             return Ok(());
         }
-        let entry = self.map.l1_entry(table);
         let (bits, offset) = (self.head.header.cluster_bits, entry & OFFSET_MASK);
         self.rules.l2_table(entry).map_err(|fault| entry_error("L1", entry, at, fault)).at_path(self.path())?;
         // Before the table is held: reads wait for that.

@@ -19,7 +19,7 @@ use crate::range_lock::RangeLock;
 use crate::room::RoomWatch;
 
 /// Where the header has its incompatible and its autoclear features.
-const INCOMPATIBLE_AT: u64 = 72;
+pub(super) const INCOMPATIBLE_AT: u64 = 72;
 pub(super) const AUTOCLEAR_AT: u64 = 88;
 
 /// The state of an image that is open for writing.

@@ -17,15 +17,13 @@ use super::super::create::write;
 use super::super::entries::places;
 use super::super::layout::Refcounts;
 use super::super::open::{read, read_l1};
+use super::super::writing::{AUTOCLEAR_AT, INCOMPATIBLE_AT};
 use super::window::{Findings, Window};
 use super::{Walk, breathe, check};
 use crate::check::{Finding, Mend, Report, Severity};
 
 /// Where the header says where the refcount table is, and how long.
 const TABLE_AT: u64 = 48;
-/// Where the header has its incompatible and its autoclear features.
-const INCOMPATIBLE_AT: u64 = 72;
-const AUTOCLEAR_AT: u64 = 88;
 
 /// What a repair has come to.
 pub(in crate::formats::qcow2) struct Outcome {
