@@ -143,6 +143,17 @@ impl Neighbours for Vec<PathBuf> {
     }
 }
 
+/// In blocks of so many bytes a job follows what guests change of a disk of `size_bytes`: 4 KiB, a guest's page, up to 128 GiB, and 64 KiB from 2 TiB
+/// on. So a bit for each block takes 4 MiB at most up to there, and a small write has little more copied than it wrote.
+pub(crate) fn grain_bytes(size_bytes: u64) -> u64 {
+    const MOST_BLOCKS: u64 = 32 << 20;
+    let few_enough = size_bytes.div_ceil(MOST_BLOCKS).max(1).next_power_of_two();
+    few_enough.clamp(4 << 10, MOST_GRAIN_BYTES)
+}
+
+/// The most that [`grain_bytes`] says.
+pub(crate) const MOST_GRAIN_BYTES: u64 = 64 << 10;
+
 /// How much a job moves at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizes {
@@ -157,6 +168,8 @@ pub struct Sizes {
     pub quiet_piece_bytes: u64,
     /// How many pieces are copied at a time while guests have no requests.
     pub lanes: usize,
+    /// A move marks what guests change in blocks of so many bytes, a power of two; `None`: in those that fit the disk's size.
+    pub marked_bytes: Option<u64>,
     /// A move makes its copy durable, and notes how far it is, after so many bytes at most.
     pub noted_bytes: u64,
 }
@@ -169,6 +182,7 @@ impl Default for Sizes {
             piece_bytes: 256 << 10,
             quiet_piece_bytes: 1 << 20,
             lanes: 8,
+            marked_bytes: None,
             noted_bytes: 256 << 20,
         }
     }

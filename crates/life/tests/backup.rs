@@ -14,13 +14,14 @@ use spile_core::{
 };
 use spile_engine::{Config, Engine, OsEnv, spawn};
 use spile_life::backup::{
-    Around, Beneath, Broken, Copy, Digests, PointInTime, Room, Subject, UNIT_BYTES, any_room, begin, fleece,
+    Around, Beneath, Broken, Copy, Digests, KEPT_BYTES, PointInTime, Room, Subject, any_room, begin, fleece,
 };
 use spile_life::jobs::{Job, Wishes};
 use spile_node::Node;
 use spile_store::{AnyStore, CacheMode, OsFiles};
 
 const SIZE: u64 = 4 << 20;
+const UNIT_BYTES: u64 = 64 << 10;
 
 /// A disk in memory of which all is data, and whose requests can be held up.
 #[derive(Default)]
@@ -123,14 +124,22 @@ impl Disk for Gauge {
     }
 }
 
-/// A fleece whose reads wait.
-struct HeldReads {
+/// A fleece whose reads wait, or its writes.
+struct Held {
     inner: AnyStore,
-    holds: Arc<AtomicBool>,
-    begun: Arc<AtomicU64>,
+    holds: Arc<Holds>,
 }
 
-impl Store for HeldReads {
+#[derive(Default)]
+struct Holds {
+    reads: AtomicBool,
+    writes: AtomicBool,
+    /// Reads that began.
+    begun: AtomicU64,
+    written_bytes: AtomicU64,
+}
+
+impl Store for Held {
     fn info(&self) -> StoreInfo {
         self.inner.info()
     }
@@ -144,15 +153,20 @@ impl Store for HeldReads {
     }
 
     async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
-        self.begun.fetch_add(1, SeqCst);
-        while self.holds.load(SeqCst) {
+        self.holds.begun.fetch_add(1, SeqCst);
+        while self.holds.reads.load(SeqCst) {
             yield_now().await;
         }
         self.inner.read_at(offset, into, via).await
     }
 
     async fn write_at(&self, offset: StoreOffset, from: &Segments, via: Via) -> Result<()> {
-        self.inner.write_at(offset, from, via).await
+        while self.holds.writes.load(SeqCst) {
+            yield_now().await;
+        }
+        self.inner.write_at(offset, from, via).await?;
+        self.holds.written_bytes.fetch_add(from.len() as u64, SeqCst);
+        Ok(())
     }
 
     async fn sync(&self) -> Result<()> {
@@ -189,7 +203,13 @@ fn on_host<F: Future<Output = ()> + 'static>(test: impl FnOnce(std::path::PathBu
 }
 
 fn around(timer: impl Timer) -> Around {
-    Around { env: Arc::new(OsEnv), timer: Arc::new(timer), broken: Broken::Nothing }
+    Around {
+        env: Arc::new(OsEnv),
+        timer: Arc::new(timer),
+        unit_bytes: Some(UNIT_BYTES),
+        most_kept_bytes: KEPT_BYTES,
+        broken: Broken::Nothing,
+    }
 }
 
 async fn fleece_of(disk: &Path) -> AnyStore {
@@ -275,13 +295,16 @@ fn a_backup_has_more_under_way_while_guests_are_quiet_and_there_is_no_rate() {
 fn a_backup_that_is_ended_while_it_reads_the_fleece_was_told_to_end() {
     on_host(|disk| async move {
         let node = Arc::new(Node::new(Memory::filled(1)));
-        let (holds, begun) = (Arc::new(AtomicBool::new(true)), Arc::<AtomicU64>::default());
-        let fleece = HeldReads { inner: fleece_of(&disk).await, holds: holds.clone(), begun: begun.clone() };
+        let holds = Arc::new(Holds { reads: AtomicBool::new(true), ..Holds::default() });
+        let fleece = Held { inner: fleece_of(&disk).await, holds: holds.clone() };
         let point = begin_one(&node, fleece, u64::MAX).await;
         write(&node, 0, SIZE, 2).await;
+        while holds.written_bytes.load(SeqCst) < SIZE {
+            yield_now().await;
+        }
         let to = Memory::filled(9);
         let mut copied = pin!(copy(&point, &to));
-        while begun.load(SeqCst) == 0 {
+        while holds.begun.load(SeqCst) == 0 {
             let is_over = matches!(select(copied.as_mut(), pin!(yield_now())).await, Either::Left(_));
             assert!(!is_over, "the copy does not wait for the fleece");
         }
@@ -290,8 +313,67 @@ fn a_backup_that_is_ended_while_it_reads_the_fleece_was_told_to_end() {
         for _ in 0..1000 {
             yield_now().await;
         }
-        holds.store(false, SeqCst);
+        holds.reads.store(false, SeqCst);
         assert_eq!(copied.await.unwrap_err().kind(), ErrorKind::Shutdown);
+    });
+}
+
+/// Requests and the backup go on while the fleece writes nothing, as long as what was saved finds room in memory.
+#[test]
+fn what_was_saved_waits_in_memory_for_the_fleece() {
+    on_host(|disk| async move {
+        let node = Arc::new(Node::new(Memory::filled(1)));
+        let holds = Arc::new(Holds { writes: AtomicBool::new(true), ..Holds::default() });
+        let fleece = Held { inner: fleece_of(&disk).await, holds: holds.clone() };
+        let subject = Subject { node: &node, fleece, limit_bytes: u64::MAX, room: any_room() };
+        let around = Around { most_kept_bytes: 8 * UNIT_BYTES, ..around(OsEnv) };
+        let (point, _) = begin(vec![subject], &around).await.unwrap().pop().unwrap();
+        for unit in [3, 40, 5, 6, 7, 20, 21] {
+            write(&node, unit * UNIT_BYTES + 512, 512, 2).await;
+        }
+        write(&node, 0, 512, 2).await;
+        assert_eq!((point.held_bytes(), holds.written_bytes.load(SeqCst)), (8 * UNIT_BYTES, 0));
+        // There is no more room: this one waits, until the fleece writes.
+        let mut waits = pin!(write(&node, 50 * UNIT_BYTES, 512, 2));
+        for _ in 0..1000 {
+            assert!(matches!(select(waits.as_mut(), pin!(yield_now())).await, Either::Right(_)), "it does not wait");
+        }
+        let to = Memory::filled(9);
+        // The backup finds in memory what it needs of the fleece.
+        assert_eq!(copy(&point, &to).await.unwrap().0.len(), 4);
+        assert!(to.bytes().iter().all(|byte| *byte == 1), "the backup is not of its moment");
+        waits.await;
+        holds.writes.store(false, SeqCst);
+        while point.held_bytes() > 0 {
+            yield_now().await;
+        }
+        point.end().await;
+    });
+}
+
+/// Writes one after the other have few saves, and one here or there has no more saved than it changes.
+#[test]
+fn writes_that_follow_each_other_have_more_saved_at_once() {
+    on_host(|disk| async move {
+        let node = Arc::new(Node::new(Memory::filled(1)));
+        let subject = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX, room: any_room() };
+        let around = Around { unit_bytes: None, ..around(OsEnv) };
+        let (point, _) = begin(vec![subject], &around).await.unwrap().pop().unwrap();
+        let reads = || async { node.graph().await.reads.load(SeqCst) };
+        for place in [5, 100, 300] {
+            write(&node, place << 12, 4096, 2).await;
+        }
+        assert_eq!((reads().await, point.held_bytes()), (3, 3 << 12));
+        for place in 512..768 {
+            write(&node, place << 12, 4096, 2).await;
+        }
+        // The first block of 64 KiB has two saves, one before anybody knows what comes; the others have one each.
+        assert_eq!((reads().await, point.held_bytes()), (3 + 17, (3 + 256) << 12));
+        let to = Memory::filled(9);
+        copy(&point, &to).await.unwrap();
+        assert!(to.bytes().iter().all(|byte| *byte == 1), "the backup is not of its moment");
+        assert_eq!(point.held_bytes(), 0);
+        point.end().await;
     });
 }
 

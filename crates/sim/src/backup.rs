@@ -1,7 +1,7 @@
 //! A backup of one or several disks at one point in time, while clients go on to write.
 //!
 //! The disks are raw images. Each client writes and zeroes pages of its own, on all disks, one request after the other; two clients share each
-//! unit of a backup. What has to hold for what the backup has copied:
+//! larger unit of a backup. What has to hold for what the backup has copied:
 //!
 //! - **Each page holds what it held at the point in time**: the last request that was answered before, or one that was in flight.
 //! - **It is a moment of all disks**: of each client it has all requests up to one of them, and none behind it.
@@ -101,6 +101,7 @@ struct Wrote {
 struct Host {
     world: World,
     broken: Broken,
+    around: Around,
     disks: usize,
     clients: u64,
     /// The requests of each client, in order.
@@ -116,6 +117,19 @@ fn image(disk: usize) -> PathBuf {
 
 fn target(disk: usize) -> PathBuf {
     format!("/images/backup{disk}.raw").into()
+}
+
+/// Units of any size, and more or less room for what is saved and not in the fleece yet.
+fn around(world: &World, seed: u64, broken: Broken) -> Around {
+    let mut rng = Rng::new(seed).split(92);
+    let unit_bytes = PAGE << rng.below(5);
+    Around {
+        env: world.env(),
+        timer: Arc::new(Still),
+        unit_bytes: Some(unit_bytes),
+        most_kept_bytes: unit_bytes * *rng.pick(&[0, 2, 5, 1 << 20]),
+        broken: if let Broken::Copy(broken) = broken { broken } else { BrokenCopy::Nothing },
+    }
 }
 
 /// Runs one seed.
@@ -146,6 +160,7 @@ fn run_copies(seed: u64, broken: Broken, trace: bool) -> Result<BackupSummary, F
     let host = Rc::new(Host {
         world: world.clone(),
         broken,
+        around: around(&world, seed, broken),
         disks,
         clients,
         wrote: RefCell::new(vec![Vec::new(); clients as usize]),
@@ -232,8 +247,6 @@ impl Host {
 
     async fn back_up(&self, nodes: &[SimDisk]) {
         let files = self.world.files();
-        let broken = if let Broken::Copy(broken) = self.broken { broken } else { BrokenCopy::Nothing };
-        let around = Around { env: self.world.env(), timer: Arc::new(Still), broken };
         let mut subjects = Vec::new();
         for (disk, node) in nodes.iter().enumerate() {
             let fleece = fleece(&files, &image(disk), None, node.size_bytes()).await;
@@ -250,7 +263,7 @@ impl Host {
         };
         for set in sets {
             turns(if self.broken == Broken::OneByOne { 50 } else { 0 }).await;
-            begun.extend(begin(set, &around).await.unwrap_or_else(|error| panic!("no point in time: {error:?}")));
+            begun.extend(begin(set, &self.around).await.unwrap_or_else(|error| panic!("no point in time: {error:?}")));
         }
         self.is_after.set(true);
         for (disk, one) in begun.into_iter().enumerate() {

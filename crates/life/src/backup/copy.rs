@@ -8,9 +8,9 @@ use std::collections::VecDeque;
 use futures_util::future::join_all;
 use spile_core::{Disk, Extent, Result, Segments, Store, Timer, yield_now};
 
+use super::PointInTime;
 use super::digests::{Digests, PIECE_BYTES};
 use super::put::{Beneath, put, zero};
-use super::{PointInTime, UNIT_BYTES};
 use crate::jobs::Job;
 
 /// Pieces that are copied at a time.
@@ -182,8 +182,7 @@ impl<S: Store, G: Disk, D: Disk> Copy<'_, S, G, D> {
 
     /// Adds what is to be done for a hole, which begins with a piece.
     fn take_hole(&self, hole: Extent, next: &mut VecDeque<Next>, shared: &Shared) {
-        let mut saved: Vec<u64> =
-            self.from.take_hole(hole).iter().map(|unit| unit * UNIT_BYTES / PIECE_BYTES).collect();
+        let mut saved: Vec<u64> = self.from.take_hole(hole).iter().map(|offset| offset / PIECE_BYTES).collect();
         saved.dedup();
         shared.digests.borrow_mut().note_hole(hole);
         let (mut done, end) = (hole.start(), hole.end());

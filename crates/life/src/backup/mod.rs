@@ -1,9 +1,10 @@
 //! Backups: what disks held at one point in time, read while guests go on to change them.
 //!
 //! # Copy before write
-//! From the point in time on, a stage sees each request that changes the disk. The disk is divided into units of 64 KiB. Before a
-//! request changes a unit that the backup has not read yet, the unit is *saved*: read from the disk, and written to the *fleece*, a sparse
-//! file without a name on a local disk. Whoever reads the backup takes saved units from the fleece, and all others from the disk.
+//! From the point in time on, a stage sees each request that changes the disk. The disk is divided into units, of 4 KiB up to 128 GiB and of
+//! 64 KiB from 2 TiB on. Before a request changes a unit that the backup has not read yet, the unit is *saved*: read from the disk into memory, and
+//! then written to the *fleece*, a sparse file without a name on a local disk. Whoever reads the backup takes saved units from there, and all
+//! others from the disk. A request does not wait for the fleece unless more is in memory than is allowed.
 //!
 //! So a target that is slow, or hangs for ever, costs a guest no more than one save of each unit. A unit that was read for the backup is never
 //! saved again, and its space in the fleece is freed.
@@ -31,13 +32,14 @@ use spile_core::{Disk, Env, ErrorKind, Extent, ExtentKind, ExtentStatus, Files, 
 use spile_node::{Node, OldEpoch, Place, Stage, hold_gates};
 
 use crate::names;
+use crate::work::MOST_GRAIN_BYTES;
 pub use copy::{Copied, Copy};
 pub use digests::{Digests, PIECE_BYTES, digest_of};
 pub use put::{Beneath, data_runs, put, zero};
 use saver::{Saver, Saving};
 
-/// The unit in which requests are watched, in bytes.
-pub const UNIT_BYTES: u64 = 64 << 10;
+/// What [`Around::most_kept_bytes`] is in a server.
+pub const KEPT_BYTES: u64 = 8 << 20;
 /// Runs of a map that are asked for at a time.
 const RUNS_AT_ONCE: usize = 256;
 
@@ -51,6 +53,8 @@ pub enum Broken {
     SavedLate,
     /// What was saved while it was read is not read again.
     NotReadAgain,
+    /// The backup reads from the fleece what is still only in memory.
+    FleeceTooEarly,
 }
 
 /// What a backup needs of the world around.
@@ -60,6 +64,10 @@ pub struct Around {
     pub env: Arc<dyn Env>,
     /// Says when a save has taken too long.
     pub timer: Arc<dyn Timer>,
+    /// The unit in which requests are watched, in bytes, a power of two up to 64 KiB; `None`: what fits the disk's size.
+    pub unit_bytes: Option<u64>,
+    /// So many bytes at most are saved and not written to the fleece yet. With more, requests wait for the fleece.
+    pub most_kept_bytes: u64,
     /// A rule that the simulator breaks.
     pub broken: Broken,
 }
@@ -110,7 +118,7 @@ pub async fn fleece<F: Files>(files: &F, disk: &Path, folder: Option<&Path>, len
     };
     let mut tries = 0;
     let store = loop {
-        match files.create(&path, len_bytes.next_multiple_of(UNIT_BYTES)).await {
+        match files.create(&path, len_bytes.next_multiple_of(MOST_GRAIN_BYTES)).await {
             // A process has died between the two steps, or another backup is just there: neither needs the name.
             Err(error) if error.kind() == ErrorKind::Exists && tries < MOST_TRIES => {
                 tries += 1;
@@ -225,10 +233,11 @@ impl<S: Store, G: Disk> PointInTime<S, G> {
         self.saver.take(extent, into).await
     }
 
-    /// Says that `extent` holds nothing as the disk is now. The result are the units of it that were saved, and have to be taken by
-    /// [`PointInTime::take_saved`].
+    /// Says that `extent` holds nothing as the disk is now. The result are the places of the units in it that were saved, and have to
+    /// be taken by [`PointInTime::take_saved`].
     pub(crate) fn take_hole(&self, extent: Extent) -> Vec<u64> {
-        self.saver.pass_over(extent)
+        let saved = self.saver.pass_over(extent);
+        saved.into_iter().map(|unit| self.saver.offset_of(unit)).collect()
     }
 
     /// Says that the backup does not need `extent`, whatever it holds.

@@ -1,5 +1,6 @@
 //! [`Saver`]: keeps what a disk held at a point in time from the requests that come after it.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,11 +15,12 @@ use spile_core::{
 };
 use spile_node::{Node, Pending, Stage};
 
-use super::{Around, Broken, Room, UNIT_BYTES};
+use super::{Around, Broken, Room};
 use crate::changes::bits::Bits;
+use crate::work::{MOST_GRAIN_BYTES, grain_bytes};
 
-/// So many units at most are saved at once.
-const MOST_UNITS: u64 = 16;
+/// So many bytes at most are saved at once.
+const SAVE_BYTES: u64 = 1 << 20;
 /// So many saves of one request are under way at once.
 const SAVES_AT_ONCE: usize = 4;
 /// So much is saved before somebody looks again how much room there is.
@@ -34,6 +36,8 @@ pub(super) struct Saver<S, G: Disk> {
     fleece: RwLock<Option<S>>,
     limit_bytes: u64,
     room: Room,
+    unit_bytes: u64,
+    most_kept_bytes: u64,
     /// The size of the disk at the point in time.
     size_bytes: u64,
     env: Arc<dyn Env>,
@@ -54,11 +58,27 @@ struct State {
     /// The units of which the fleece has bytes. Saved units that are not here hold zeroes.
     held: Bits,
     held_bytes: u64,
+    /// What is saved and not written to the fleece yet, by its first unit.
+    kept: BTreeMap<u64, Kept>,
+    kept_bytes: u64,
     /// The fleece may hold so much before somebody has to look again how much room its file system has.
     room_bytes: u64,
     /// What is being saved now.
     saving: Vec<Range<u64>>,
     failure: Option<Error>,
+}
+
+/// Saved units in memory.
+struct Kept {
+    units: Range<u64>,
+    bytes: Segments,
+}
+
+impl State {
+    /// Where the unit is in memory: the save that has it.
+    fn kept(&self, unit: u64) -> Option<&Kept> {
+        self.kept.range(..=unit).next_back().map(|(_, kept)| kept).filter(|kept| kept.units.contains(&unit))
+    }
 }
 
 /// What a request has to do before it may go on.
@@ -76,11 +96,14 @@ impl<S: Store, G: Disk> Saver<S, G> {
     /// A saver for the disk `node`, of which nothing is read yet. It keeps what it saves in `fleece`.
     pub fn new(node: &Arc<Node<G>>, fleece: S, limit_bytes: u64, room: Room, around: &Around) -> Arc<Self> {
         let size_bytes = node.size_bytes();
-        let units = size_bytes.div_ceil(UNIT_BYTES);
+        let unit_bytes = around.unit_bytes.unwrap_or_else(|| grain_bytes(size_bytes));
+        let units = size_bytes.div_ceil(unit_bytes);
         let state = State {
             saved: bits(units),
             held: bits(units),
             held_bytes: 0,
+            kept: BTreeMap::new(),
+            kept_bytes: 0,
             room_bytes: 0,
             saving: Vec::new(),
             failure: None,
@@ -90,6 +113,8 @@ impl<S: Store, G: Disk> Saver<S, G> {
             fleece: RwLock::new(Some(fleece)),
             limit_bytes,
             room,
+            unit_bytes,
+            most_kept_bytes: around.most_kept_bytes,
             size_bytes,
             env: around.env.clone(),
             timer: around.timer.clone(),
@@ -115,12 +140,22 @@ impl<S: Store, G: Disk> Saver<S, G> {
         if extent.is_empty() {
             return 0..0;
         }
-        self.clear.clip(extent.start() / UNIT_BYTES..extent.end().div_ceil(UNIT_BYTES))
+        self.clear.clip(extent.start() / self.unit_bytes..extent.end().div_ceil(self.unit_bytes))
+    }
+
+    /// The place of a unit on the disk, in bytes.
+    pub fn offset_of(&self, unit: u64) -> u64 {
+        unit * self.unit_bytes
+    }
+
+    /// The size of `units`, in bytes. The last unit of a disk counts as a whole one.
+    fn bytes_of(&self, units: &Range<u64>) -> u64 {
+        (units.end - units.start) * self.unit_bytes
     }
 
     /// The bytes of `units`, up to the end of the disk.
     fn extent_of(&self, units: &Range<u64>) -> Extent {
-        Extent::from_range(units.start * UNIT_BYTES..(units.end * UNIT_BYTES).min(self.size_bytes))
+        Extent::from_range(self.offset_of(units.start)..self.offset_of(units.end).min(self.size_bytes))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -218,10 +253,18 @@ impl<S: Store, G: Disk> Saver<S, G> {
         let Some(first) = units.clone().find(|unit| !is_clear(*unit) && !is_saving(*unit)) else {
             return if self.clear.all_set(units.clone()) { Next::GoOn } else { Next::Wait };
         };
-        let most = units.end.min(first + MOST_UNITS);
+        let most = self.wanted_end(&state, first, units.end).min(first + SAVE_BYTES / self.unit_bytes);
         let end = (first + 1..most).find(|unit| is_clear(*unit) || is_saving(*unit)).unwrap_or(most);
         state.saving.push(first..end);
         Next::Save(first..end)
+    }
+
+    /// Up to where units are saved from `first` on, for a request that ends with `end`. One that goes on where another one ended is likely to be followed
+    /// by the next: what they all change is saved at once.
+    fn wanted_end(&self, state: &State, first: u64, end: u64) -> u64 {
+        let follows = first > 0 && state.saved.all_set(first - 1..first);
+        let together = MOST_GRAIN_BYTES / self.unit_bytes;
+        if follows { end.max((first / together + 1) * together).min(self.clear.count()) } else { end }
     }
 
     /// As [`Env::spawn`].
@@ -238,22 +281,20 @@ impl<S: Store, G: Disk> Saver<S, G> {
     }
 
     async fn save(&self, units: Range<u64>) {
-        let saved = self.write_to_fleece(&units).await;
-        let mut needless = Vec::new();
-        {
+        let mut data = Vec::new();
+        let (is_kept, written) = match self.read(&units, &mut data).await {
+            Ok(bytes) => (self.keep(&units, &bytes), self.write_to_fleece(&units, &data, &bytes).await),
+            Err(error) => (false, Err(error)),
+        };
+        let needless = {
             let mut state = self.state();
-            state.saving.retain(|saving| *saving != units);
-            match saved {
-                Ok(()) => {
-                    for unit in units.clone() {
-                        // The backup may have read it meanwhile.
-                        match self.clear.all_set(unit..unit + 1) {
-                            true => needless.push(unit..unit + 1),
-                            false => state.saved.set(unit..unit + 1),
-                        }
-                    }
-                    self.clear.set(units);
-                }
+            if is_kept {
+                state.kept.remove(&units.start);
+                state.kept_bytes -= self.bytes_of(&units);
+            }
+            match written {
+                Ok(()) if is_kept => {}
+                Ok(()) => self.is_saved(&mut state, &units),
                 // One that has ended cannot fail.
                 Err(_) if self.is_over.load(Ordering::SeqCst) => {}
                 Err(error) => {
@@ -261,29 +302,73 @@ impl<S: Store, G: Disk> Saver<S, G> {
                     self.is_over.store(true, Ordering::SeqCst);
                 }
             }
-        }
+            state.saving.retain(|saving| *saving != units);
+            // The backup may have read it meanwhile, from the disk or from memory.
+            runs(data.into_iter().flatten().filter(|unit| !state.saved.all_set(*unit..unit + 1)))
+        };
         self.changed.notify(usize::MAX);
         self.punch(needless).await;
     }
 
-    /// Reads `units` from the disk, and writes what is not zero to the fleece.
-    async fn write_to_fleece(&self, units: &Range<u64>) -> Result<()> {
+    /// Reads `units` from the disk. `data` are those that are not zero; the fleece has room for them.
+    async fn read(&self, units: &Range<u64>, data: &mut Vec<Range<u64>>) -> Result<Segments> {
         let extent = self.extent_of(units);
-        let buffer = Segments::zeroed(((units.end - units.start) * UNIT_BYTES) as usize);
-        let into = buffer.slice(0..extent.len_bytes as usize);
+        let bytes = Segments::zeroed(self.bytes_of(units) as usize);
+        let into = bytes.slice(0..extent.len_bytes as usize);
         let node = self.node()?;
         let cannot = |error: Error| error.hint("what the disk held could not be saved before a guest changed it");
         node.look(async |graph| graph.execute(Io::read(extent, &into)).await).await.map_err(cannot)?;
         drop(node);
-        let place = |unit: u64| ((unit - units.start) * UNIT_BYTES) as usize;
-        let has_data = |unit: &u64| !buffer.slice(place(*unit)..place(*unit + 1)).is_zero();
-        for run in runs(units.clone().filter(has_data)) {
-            self.look_for_room((run.end - run.start) * UNIT_BYTES).await?;
+        let is_data = |unit: &u64| !self.unit_in(units, &bytes, *unit).is_zero();
+        for run in runs(units.clone().filter(is_data)) {
+            self.look_for_room(self.bytes_of(&run)).await?;
             self.take_room(&run)?;
-            let bytes = buffer.slice(place(run.start)..place(run.end));
+            data.push(run);
+        }
+        Ok(bytes)
+    }
+
+    /// A unit in the `bytes` of several.
+    fn unit_in(&self, units: &Range<u64>, bytes: &Segments, unit: u64) -> Segments {
+        self.slice_of(units, bytes, &(unit..unit + 1))
+    }
+
+    fn slice_of(&self, units: &Range<u64>, bytes: &Segments, part: &Range<u64>) -> Segments {
+        let place = |unit: u64| ((unit - units.start) * self.unit_bytes) as usize;
+        bytes.slice(place(part.start)..place(part.end))
+    }
+
+    /// Keeps what was read in memory until it is in the fleece, and lets requests go on. False when there is too much already.
+    fn keep(&self, units: &Range<u64>, bytes: &Segments) -> bool {
+        let mut state = self.state();
+        let kept_bytes = state.kept_bytes + self.bytes_of(units);
+        let is_kept = kept_bytes <= self.most_kept_bytes;
+        if is_kept {
+            state.kept_bytes = kept_bytes;
+            state.kept.insert(units.start, Kept { units: units.clone(), bytes: bytes.clone() });
+            self.is_saved(&mut state, units);
+            state.saving.retain(|saving| saving != units);
+        }
+        drop(state);
+        self.changed.notify(usize::MAX);
+        is_kept
+    }
+
+    /// Requests may change `units` from now on.
+    fn is_saved(&self, state: &mut State, units: &Range<u64>) {
+        // The backup may have read some meanwhile.
+        let unread = units.clone().filter(|unit| !self.clear.all_set(*unit..unit + 1));
+        runs(unread).into_iter().for_each(|run| state.saved.set(run));
+        self.clear.set(units.clone());
+    }
+
+    /// Writes the runs `data` of `units` to the fleece.
+    async fn write_to_fleece(&self, units: &Range<u64>, data: &[Range<u64>], bytes: &Segments) -> Result<()> {
+        for run in data {
+            let bytes = self.slice_of(units, bytes, run);
             let fleece = self.fleece.read().await;
             let fleece = fleece.as_ref().ok_or_else(ended)?;
-            fleece.write_at(StoreOffset(run.start * UNIT_BYTES), &bytes, Via::Direct).await.map_err(|error| {
+            fleece.write_at(StoreOffset(self.offset_of(run.start)), &bytes, Via::Direct).await.map_err(|error| {
                 error.hint("what guests changed could not be kept for the backup; --fleece names another folder")
             })?;
         }
@@ -311,7 +396,7 @@ impl<S: Store, G: Disk> Saver<S, G> {
     /// Counts `units` as held by the fleece.
     fn take_room(&self, units: &Range<u64>) -> Result<()> {
         let mut state = self.state();
-        let bytes = state.held_bytes + (units.end - units.start) * UNIT_BYTES;
+        let bytes = state.held_bytes + self.bytes_of(units);
         if bytes > self.limit_bytes {
             let what = format!(
                 "guests have changed more than {} that was not copied yet: the limit of the fleece",
@@ -329,6 +414,7 @@ impl<S: Store, G: Disk> Saver<S, G> {
     /// fleece is free.
     pub async fn take(&self, extent: Extent, read: &Segments) -> Result<()> {
         let units = self.units_of(extent);
+        let mut in_memory = Vec::new();
         let (saved, held): (Vec<_>, Vec<_>) = {
             let state = self.state();
             // A unit that is being saved was not changed yet: what was read is right.
@@ -336,7 +422,11 @@ impl<S: Store, G: Disk> Saver<S, G> {
                 Broken::NotReadAgain => Vec::new(),
                 _ => state.saved.ones_in(units.clone()).collect(),
             };
-            let held = saved.iter().copied().filter(|unit| state.held.all_set(*unit..unit + 1)).collect();
+            let held: Vec<_> = saved.iter().copied().filter(|unit| state.held.all_set(*unit..unit + 1)).collect();
+            for &unit in held.iter().filter(|_| self.broken != Broken::FleeceTooEarly) {
+                let kept = state.kept(unit);
+                in_memory.extend(kept.map(|kept| (unit, self.unit_in(&kept.units, &kept.bytes, unit))));
+            }
             self.clear.set(units.clone());
             (saved, held)
         };
@@ -347,16 +437,19 @@ impl<S: Store, G: Disk> Saver<S, G> {
             read.slice((part.start() - extent.start()) as usize..(part.end() - extent.start()) as usize)
         };
         runs(saved.into_iter()).iter().for_each(|run| into(run).fill(0));
-        let held = runs(held.into_iter());
-        for run in &held {
-            let whole = Segments::zeroed(((run.end - run.start) * UNIT_BYTES) as usize);
+        let copy = |run: &Range<u64>, bytes: &Segments| into(run).copy_from(&bytes.slice(0..into(run).len()));
+        let written =
+            held.iter().copied().filter(|unit| in_memory.binary_search_by_key(unit, |(kept, _)| *kept).is_err());
+        for run in runs(written) {
+            let whole = Segments::zeroed(self.bytes_of(&run) as usize);
             let fleece = self.fleece.read().await;
             let fleece = fleece.as_ref().ok_or_else(ended)?;
-            let from_fleece = fleece.read_at(StoreOffset(run.start * UNIT_BYTES), &whole, Via::Direct);
+            let from_fleece = fleece.read_at(StoreOffset(self.offset_of(run.start)), &whole, Via::Direct);
             from_fleece.await.map_err(|error| error.hint("what was saved of the disk cannot be read"))?;
-            let into = into(run);
-            into.copy_from(&whole.slice(0..into.len()));
+            copy(&run, &whole);
         }
+        in_memory.iter().for_each(|(unit, bytes)| copy(&(*unit..unit + 1), bytes));
+        let held = runs(held.into_iter());
         self.state().saved.clear(units);
         self.punch(held).await;
         Ok(())
@@ -387,12 +480,12 @@ impl<S: Store, G: Disk> Saver<S, G> {
         for run in units {
             let fleece = self.fleece.read().await;
             let Some(fleece) = fleece.as_ref() else { return };
-            let punched = fleece.punch_hole(StoreOffset(run.start * UNIT_BYTES), (run.end - run.start) * UNIT_BYTES);
+            let punched = fleece.punch_hole(StoreOffset(self.offset_of(run.start)), self.bytes_of(&run));
             // Where the space cannot be freed, the limit goes on counting it.
             if punched.await.is_ok() {
                 let mut state = self.state();
                 let freed = state.held.ones_in(run.clone()).count() as u64;
-                state.held_bytes -= freed * UNIT_BYTES;
+                state.held_bytes -= freed * self.unit_bytes;
                 state.held.clear(run);
             }
         }

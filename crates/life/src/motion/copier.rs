@@ -19,10 +19,12 @@ use super::place::Place;
 use super::progress::{MARK, Progress};
 use super::status::{Phase, Status};
 use crate::jobs::State;
-use crate::work::{GraphOf, Work};
+use crate::work::{GraphOf, MOST_GRAIN_BYTES, Work};
 
-/// So many pieces are copied at a time.
+/// So many pieces are copied at a time: their sizes together.
 const LANES: usize = 16;
+/// So many runs are copied at a time where guests have changed little here and there. A link with a long way takes them together.
+const MOST_RUNS: usize = 64;
 /// In so much of the disk it is asked at a time what has changed.
 const ASKED_AT_ONCE_BYTES: u64 = 64 << 30;
 /// So many runs of the disk's map are asked for at a time.
@@ -73,7 +75,9 @@ struct Ends<F: Files> {
     mirror: Arc<Mirror>,
     /// What was copied since the target was flushed.
     unflushed: Blocks,
-    buffers: Vec<Segments>,
+    /// The room of all that is copied at a time.
+    buffer: Segments,
+    block_bytes: u64,
     /// Below both disks lies the same: only what their own images have is copied.
     is_over_parents: bool,
     /// What the new image may have itself, where that is on another host, and so cannot be looked up.
@@ -118,7 +122,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
     ) -> Self {
         let ends = Ends::new(work, source, target, mirror, place.is_over_parents.get());
         let touched = place.may_come_back().then(|| {
-            let touched = Blocks::new(source.size_bytes(), super::block_bytes(work));
+            let touched = ends.new_blocks();
             if progress.reached_bytes() > 0 {
                 touched.mark(Extent::from_range(0..source.size_bytes()));
             }
@@ -408,11 +412,14 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
 
     /// The next runs that are to be copied at once, from `at` on.
     pub fn take(&self, at: &mut u64) -> Vec<Extent> {
-        let mut batch = Vec::new();
-        while batch.len() < LANES
-            && let Some(run) = self.mirror.begin_copy(*at, self.work.sizes.piece_bytes)
+        let ends = self.ends();
+        let (mut batch, mut room) = (Vec::new(), ends.buffer.len() as u64);
+        while batch.len() < MOST_RUNS
+            && room >= ends.block_bytes
+            && let Some(run) = self.mirror.begin_copy(*at, self.work.sizes.piece_bytes.min(room))
         {
             *at = run.end();
+            room -= run.len_bytes;
             batch.push(run);
         }
         batch
@@ -444,8 +451,10 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
         }
         let flushed = self.unless_told(Box::pin(async move {
             ends.target.flush().await.map_err(Failure::Place)?;
-            while let Some(run) = ends.unflushed.next(0, u64::MAX) {
+            let mut at = 0;
+            while let Some(run) = ends.unflushed.next(at, u64::MAX) {
                 ends.unflushed.take(run);
+                at = run.end();
             }
             Ok(())
         }));
@@ -496,6 +505,7 @@ impl<F: Files> Ends<F> {
         mirror: &Arc<Mirror>,
         is_over_parents: bool,
     ) -> Self {
+        let block_bytes = super::block_bytes(work, source.size_bytes());
         Self {
             is_over_parents,
             touched: None,
@@ -503,26 +513,37 @@ impl<F: Files> Ends<F> {
             source: Aligned::new(source.clone()),
             target: Aligned::new(target),
             mirror: mirror.clone(),
-            unflushed: Blocks::new(source.size_bytes(), super::block_bytes(work)),
-            buffers: (0..LANES).map(|_| Segments::zeroed(work.sizes.piece_bytes as usize)).collect(),
+            unflushed: Blocks::new(source.size_bytes(), block_bytes),
+            buffer: Segments::zeroed(LANES * work.sizes.piece_bytes as usize),
+            block_bytes,
         }
     }
 
+    /// No block is marked.
+    fn new_blocks(&self) -> Blocks {
+        Blocks::new(self.source.size_bytes(), self.block_bytes)
+    }
+
     async fn copy(&self, runs: &[Extent]) -> Result<(), Failure> {
-        let copies = runs.iter().zip(&self.buffers).map(async |(run, buffer)| {
-            let copied = self.copy_run(*run, buffer).await;
+        let mut room = 0;
+        let places = runs.iter().map(|run| {
+            let from = room;
+            room += run.len_bytes as usize;
+            from..room
+        });
+        let copies = runs.iter().zip(places).map(async |(run, place)| {
+            let copied = self.copy_run(*run, &self.buffer.slice(place)).await;
             self.mirror.end_copy(*run, copied.is_ok());
             copied
         });
         join_all(copies).await.into_iter().collect()
     }
 
-    async fn copy_run(&self, run: Extent, buffer: &Segments) -> Result<(), Failure> {
+    async fn copy_run(&self, run: Extent, bytes: &Segments) -> Result<(), Failure> {
         // Asked before the read, as the mark was cleared before: what a guest changes from then on is marked again.
         let parts = if self.is_over_parents { self.own_runs(run).await? } else { vec![run] };
-        let bytes = buffer.slice(0..run.len_bytes as usize);
         if !parts.is_empty() {
-            self.source.read(run, &bytes).await.map_err(Failure::Disk)?;
+            self.source.read(run, bytes).await.map_err(Failure::Disk)?;
         }
         self.mirror.was_read(run);
         self.unflushed.mark(run);
@@ -568,7 +589,7 @@ impl<F: Files> Ends<F> {
 /// # Errors
 /// Its own.
 pub(super) async fn put(target: &impl Disk, run: Extent, bytes: &Segments) -> Result<()> {
-    let block = super::BLOCK_BYTES as usize;
+    let block = MOST_GRAIN_BYTES as usize;
     let mut at = 0;
     while at < bytes.len() {
         let is_zero = |from: usize| bytes.slice(from..bytes.len().min(from + block)).is_zero();

@@ -47,7 +47,7 @@ use crate::jobs::note::{Copied, There};
 use crate::jobs::{Note, Plan, State, which};
 use crate::names;
 use crate::snapshot::remove_if_there;
-use crate::work::{GraphOf, Work, refuse_data_file};
+use crate::work::{GraphOf, Work, grain_bytes, refuse_data_file};
 pub(crate) use back::BACK_THERE;
 use back::Left;
 pub use back::{CameFrom, forget_what_is_over};
@@ -81,11 +81,9 @@ pub struct Move {
     pub id: Option<Identity>,
 }
 
-/// What is marked as a whole, unless less is copied at once.
-const BLOCK_BYTES: u64 = 64 << 10;
-
-fn block_bytes<F: Files>(work: &Work<'_, F>) -> u64 {
-    BLOCK_BYTES.min(work.sizes.piece_bytes)
+/// What a copy marks as a whole, in bytes.
+fn block_bytes<F: Files>(work: &Work<'_, F>, size_bytes: u64) -> u64 {
+    work.sizes.marked_bytes.unwrap_or_else(|| grain_bytes(size_bytes)).min(work.sizes.piece_bytes)
 }
 
 /// The name that the old image at `disk` gets at the hand-over.
@@ -147,7 +145,7 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move, kept: &mut Option<Plac
         note.write(work.files, disk).await?;
         let note = Note::read(work.files, disk).await?.unwrap_or(note);
         if place.go_on(plan, &note) {
-            let status = Arc::new(Status::new(Arc::new(Mirror::new(0, block_bytes(work), work.broken))));
+            let status = Arc::new(Status::new(Arc::new(Mirror::new(0, block_bytes(work, 0), work.broken))));
             work.job.set_status(status.clone());
             work.job.accept();
             return Box::pin(name_copy(work, place, plan, &status)).await;
@@ -170,7 +168,8 @@ async fn move_disk<F: Files>(
     plan: &Move,
     progress: &Progress,
 ) -> Result<()> {
-    let mirror = Arc::new(Mirror::new(source.size_bytes(), block_bytes(work), work.broken));
+    let size_bytes = source.size_bytes();
+    let mirror = Arc::new(Mirror::new(size_bytes, block_bytes(work, size_bytes), work.broken));
     let status = Arc::new(Status::new(mirror.clone()));
     let target = match Box::pin(open_place(work, source, place, plan, progress, &status)).await {
         Ok(target) => Arc::new(target),

@@ -14,7 +14,7 @@ use rustix::fs::{StatVfs, statvfs};
 use spile_core::{Disk as _, Env as _, Error, ErrorKind, Files as _, Locator, OpenMode, Result};
 use spile_engine::{OsEnv, run_blocking, sleep, spawn};
 use spile_image::Graph;
-use spile_life::backup::{self, Around, Broken, Copied, Copy, PointInTime, Room, Subject};
+use spile_life::backup::{self, Around, Broken, Copied, Copy, KEPT_BYTES, PointInTime, Room, Subject};
 use spile_node::{Node, OldEpoch};
 use spile_store::{HostFiles, HostStore, OsFiles};
 use tokio::sync::oneshot;
@@ -211,7 +211,13 @@ async fn begin_all(backups: &[Backup], options: &Options) -> Result<Vec<HostBegu
         let (fleece, room) = fleece(backup, options).await?;
         subjects.push(Subject { node: &backup.node, fleece, limit_bytes: limit, room });
     }
-    let around = Around { env: Arc::new(OsEnv), timer: Arc::new(OsEnv), broken: Broken::Nothing };
+    let around = Around {
+        env: Arc::new(OsEnv),
+        timer: Arc::new(OsEnv),
+        unit_bytes: None,
+        most_kept_bytes: KEPT_BYTES,
+        broken: Broken::Nothing,
+    };
     since::begin(backups, subjects, &around, options).await
 }
 

@@ -22,7 +22,7 @@ use spile_life::changes::{Broken as BrokenChanges, Changes, Found, Surroundings}
 use spile_life::jobs::{Job, Wishes};
 use spile_node::Node;
 
-use super::{BackupSummary, Broken, BrokenCopy, SimDisk, Still, open_raw};
+use super::{BackupSummary, Broken, SimDisk, Still, open_raw};
 use crate::exec::{Ended, Executor};
 use crate::explore::{Finding, catch_findings};
 use crate::oracle::Crash;
@@ -56,6 +56,7 @@ struct Base {
 struct Host {
     world: World,
     broken: Broken,
+    around: Around,
     grain: Grain,
     /// The writes of this life to each page. The first one is what the page held at its begin.
     wrote: RefCell<Vec<Vec<Wrote>>>,
@@ -87,6 +88,7 @@ pub(super) fn run(seed: u64, broken: Broken, trace: bool) -> Result<BackupSummar
     let host = Rc::new(Host {
         world: world.clone(),
         broken,
+        around: super::around(&world, seed, broken),
         grain: Grain { block_bytes, area_bytes: block_bytes << rng.below(5) },
         wrote: RefCell::default(),
         moment: Cell::default(),
@@ -288,11 +290,10 @@ impl Host {
     }
 
     async fn begin(&self, node: &SimDisk) -> Point {
-        let around = Around { env: self.world.env(), timer: Arc::new(Still), broken: BrokenCopy::Nothing };
         let fleece = fleece(&self.world.files(), Path::new(DISK), None, node.size_bytes()).await;
         let fleece = fleece.unwrap_or_else(|error| panic!("there is no fleece: {error:?}"));
         let subject = Subject { node, fleece, limit_bytes: u64::MAX, room: any_room() };
-        let mut begun = begin(vec![subject], &around).await.unwrap_or_else(|error| panic!("no point: {error:?}"));
+        let mut begun = begin(vec![subject], &self.around).await.unwrap_or_else(|error| panic!("no point: {error:?}"));
         begun.pop().expect("one disk has one point in time")
     }
 

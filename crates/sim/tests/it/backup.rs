@@ -46,6 +46,11 @@ fn what_was_saved_while_it_was_read_and_is_not_read_again_is_found() {
 }
 
 #[test]
+fn a_fleece_that_is_read_before_it_is_written_is_found() {
+    bites(Broken::Copy(BrokenCopy::FleeceTooEarly), 0, "request");
+}
+
+#[test]
 fn a_checkpoint_that_comes_after_its_backup_is_found() {
     bites(Broken::CheckpointLate, 0, "the digest of");
 }

@@ -59,6 +59,10 @@ pub struct Parameters {
     /// Where the images lie.
     #[schema(value_type = String)]
     pub folder: PathBuf,
+    /// Where those of the other host lie, if not beside the others.
+    #[schema(value_type = Option<String>)]
+    #[serde(default)]
+    pub there: Option<PathBuf>,
     /// True for a short run, whose figures show that it works.
     #[serde(default)]
     pub quick: bool,
@@ -79,6 +83,7 @@ impl Parameters {
             seconds,
             cut_s,
             folder: std::env::temp_dir(),
+            there: None,
             quick: is_quick,
         }
     }
@@ -147,7 +152,13 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
     let own = Folder::inside(&parameters.folder, "promises")?;
     // The most that a line has at a time: a disk with its chain, and copies of it on both hosts; and the disk of `hung`.
     check_room(own.path(), (4 * parameters.disk_bytes).max(512 << 20))?;
-    let world = World { sockets: sockets.path(), images: own.path().join("images"), parameters };
+    let elsewhere = parameters.there.as_ref().map(|folder| Folder::inside(folder, "promises")).transpose()?;
+    if let Some(elsewhere) = &elsewhere {
+        check_room(elsewhere.path(), 2 * parameters.disk_bytes)?;
+    }
+    let images = own.path().join("images");
+    let there = elsewhere.as_ref().map_or(&*images, Folder::path).join("there");
+    let world = World { sockets: sockets.path(), images, there, parameters };
     let mut rows = Vec::new();
     for (number, line) in parameters.lines.iter().enumerate() {
         let mut seen: Vec<(Figure, Vec<f64>)> = Vec::new();
@@ -174,6 +185,8 @@ type Seen = Vec<(Figure, f64)>;
 struct World<'a> {
     sockets: &'a Path,
     images: PathBuf,
+    /// The folder of the other host.
+    there: PathBuf,
     parameters: &'a Parameters,
 }
 
@@ -204,7 +217,12 @@ impl World<'_> {
     }
 
     fn remove_folder(&self) -> Result<()> {
-        std::fs::remove_dir_all(&self.images).map_err(|e| Error::io("remove the folder", e)).at_path(&self.images)
+        let remove =
+            |path: &Path| std::fs::remove_dir_all(path).map_err(|e| Error::io("remove the folder", e)).at_path(path);
+        if self.there.exists() {
+            remove(&self.there)?;
+        }
+        remove(&self.images)
     }
 
     /// Makes the folder anew, without what was in it.
@@ -213,11 +231,13 @@ impl World<'_> {
         self.make_folder()
     }
 
-    /// A folder inside that of the images.
-    fn folder(&self, name: &str) -> Result<PathBuf> {
-        let path = self.images.join(name);
-        std::fs::create_dir(&path).map_err(|e| Error::io("make the folder", e)).at_path(&path)?;
-        Ok(path)
+    /// The folders of this host and of the other one.
+    fn hosts(&self) -> Result<(PathBuf, PathBuf)> {
+        let (here, there) = (self.images.join("here"), self.there.clone());
+        for path in [&here, &there] {
+            std::fs::create_dir(path).map_err(|e| Error::io("make the folder", e)).at_path(path)?;
+        }
+        Ok((here, there))
     }
 
     /// What guests feel when nothing else happens.

@@ -104,8 +104,9 @@ fn cancel(live: &mut Live, id: &str) -> Result<()> {
 
 /// A guest with as many requests as the disk takes, without a mirror and with one, which is in step when the run begins.
 pub(super) fn mirror(world: &World, round: u32) -> Result<Seen> {
-    let host = Host::new(world, &world.folder("there")?)?;
-    let live = std::cell::RefCell::new(full_disk(world, &world.folder("here")?)?);
+    let (here, there) = world.hosts()?;
+    let host = Host::new(world, &there)?;
+    let live = std::cell::RefCell::new(full_disk(world, &here)?);
     let small = live.borrow().guest(0, MIXED, world.parameters.depth);
     let sequence = Pattern { random: false, read_percent: 0 };
     let large = Options { block_bytes: LARGE_BYTES, ..live.borrow().guest(0, sequence, LARGE_DEPTH) };
@@ -155,8 +156,9 @@ fn mirrored(world: &World, live: &mut Live, host: &Host, guest: &Options) -> Res
 
 /// A guest on a disk that goes to another host, beside one on a disk that stays.
 pub(super) fn hand_over(world: &World, round: u32) -> Result<Seen> {
-    let host = Host::new(world, &world.folder("there")?)?;
-    let mut live = full_disk(world, &world.folder("here")?)?;
+    let (here, there) = world.hosts()?;
+    let host = Host::new(world, &there)?;
+    let mut live = full_disk(world, &here)?;
     let guest = Options { rate: Some(STEADY_IOPS), ..live.guest(0, MIXED, world.parameters.depth) };
     let stays = || world.quiet(vec![guest.clone()]);
     // The disk goes one way in a round, so it is here, or there by then, in the run without a move.
@@ -179,9 +181,10 @@ pub(super) fn hand_over(world: &World, round: u32) -> Result<Seen> {
 /// A mirror whose link is cut for some time, and comes back, while a guest goes on. The guest stops before the link is back, so that
 /// what is sent then can be set beside what had changed.
 pub(super) fn link_cut(world: &World, round: u32) -> Result<Seen> {
-    let host = Host::new(world, &world.folder("there")?)?;
+    let (here, there) = world.hosts()?;
+    let host = Host::new(world, &there)?;
     let link = Link::new(&world.sockets.join("link"), &host.socket)?;
-    let live = std::cell::RefCell::new(full_disk(world, &world.folder("here")?)?);
+    let live = std::cell::RefCell::new(full_disk(world, &here)?);
     let guest = Options { rate: Some(STEADY_IOPS), ..live.borrow().guest(0, MIXED, world.parameters.depth) };
     let job = live.borrow().begin(&order(at(link.path(), "disk.vhd"), true))?;
     in_step(&mut live.borrow_mut(), &job.id)?;
@@ -221,7 +224,7 @@ fn cut(world: &World, live: &mut Live, link: &Link, job: &str, guest: &Options) 
 
 /// A disk that has gone to another host, was written to there, and comes back to where its old image lies.
 pub(super) fn return_trip(world: &World) -> Result<Seen> {
-    let (here, there) = (world.folder("here")?, world.folder("there")?);
+    let (here, there) = world.hosts()?;
     let (first, second) = (Host::new(world, &here)?, Host::new(world, &there)?);
     let link = Link::new(&world.sockets.join("link"), &first.socket)?;
     let mut live = full_disk(world, &here)?;

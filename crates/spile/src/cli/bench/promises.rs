@@ -38,6 +38,9 @@ pub struct PromisesArgs {
     /// Where the images lie, up to four times the size, and 512 MiB at least [default: the folder for temporary files]
     #[arg(long, value_name = "DIR")]
     folder: Option<PathBuf>,
+    /// Where those of the other host lie, such as a folder on a device of its own, up to twice the size [default: with the others]
+    #[arg(long, value_name = "DIR")]
+    there: Option<PathBuf>,
 }
 
 /// What --only takes.
@@ -57,6 +60,7 @@ pub fn run(args: &PromisesArgs) -> Result<Exit> {
     parameters.disk_bytes = args.size.unwrap_or(parameters.disk_bytes);
     parameters.cut_s = args.cut.map_or(parameters.cut_s, |cut| cut.as_secs_f64());
     parameters.folder = args.folder.clone().unwrap_or(parameters.folder);
+    parameters.there = args.there.clone();
     let outcome = args.output.measure("promises", |progress| promises::run(&parameters, progress))?;
     args.output.show(&outcome, &promises::text(&outcome), promises::figures)
 }
