@@ -466,14 +466,23 @@ pub async fn collect<F: Files>(
 ) -> Result<()> {
     let graph = node.graph().await;
     let (leaf, which) = (graph.handles()[0].clone(), which(&graph));
-    drop(graph);
     let disk = leaf.path().to_owned();
-    match Note::read(tools.files, &disk).await? {
+    let note = Note::read(tools.files, &disk).await?;
+    let is_overtaken = match &note {
+        Some(Note { plan: Plan::Coalesce(merged), .. }) => merge::is_overtaken(tools.asking, &graph, merged).await?,
+        _ => false,
+    };
+    drop(graph);
+    match note {
         // Another disk of that name has left it.
         Some(note) if !note.is_of(which) => Plan::remove(tools.files, &disk).await?,
         Some(Note { plan, wishes, .. }) => {
             refuse_other(&disk, &plan, wishes.is_paused)?;
-            run(plan, wishes).await?;
+            // The layer that was merged was deleted, too: what is above it comes first.
+            match is_overtaken {
+                true => Plan::remove(tools.files, &disk).await?,
+                false => run(plan, wishes).await?,
+            }
         }
         None => {}
     }

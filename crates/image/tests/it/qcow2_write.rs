@@ -9,6 +9,7 @@ use crate::support::{FILE, World, block_on, pattern, poll_once, read, write};
 use spile_core::{Disk, ErrorKind, Extent, Segments, WriteZeroes};
 use spile_image::Format;
 use spile_image::check::Severity;
+use spile_image::create::{NewDataFile, NewImage, NewParent, Options};
 
 const PATH: &str = "/d/a.qcow2";
 const CLUSTER: u64 = 65536;
@@ -256,4 +257,62 @@ fn case_50_a_cluster_is_not_emptied_and_not_used_again_under_a_reader() {
     assert!(into.to_vec() == data);
     (0..3).for_each(|_| block_on(disk.flush()).unwrap());
     assert!(file.bytes(data_at, CLUSTER as usize) != data, "never given back");
+}
+
+/// Whoever has looked up where a subcluster lies may read there later than others. What those do not see yet must not be there, whatever zeroes
+/// came in between.
+#[test]
+fn case_51_what_is_shown_at_a_place_is_not_hidden_and_written_again() {
+    let (some, whole) = (0..2048, 0..CLUSTER);
+    let keeps = WriteZeroes::default();
+    let frees = WriteZeroes { may_unmap: true, ..keeps };
+    for (has_data_file, zeroed, how) in [
+        (false, &some, Some(keeps)),
+        (false, &some, Some(frees)),
+        (false, &whole, Some(keeps)),
+        (true, &some, Some(keeps)),
+        (true, &some, Some(frees)),
+        (true, &whole, Some(keeps)),
+        (true, &whole, Some(frees)),
+        (true, &whole, None),
+    ] {
+        let (world, asked) = (World::new(), Extent::from_range(zeroed.clone()));
+        world.files.add(PATH, FILE);
+        let data_file = has_data_file.then(|| NewDataFile { path: "a.data".to_owned(), is_raw: false });
+        let options = Options { data_file, extended_l2: Some(true), ..Options::default() };
+        world.files.add("/d/a.data", FILE);
+        world.raw("/d/base.raw", &pattern(7, 1 << 20));
+        let (relative_path, name) = ("base.raw".to_owned(), "base.raw".to_owned());
+        let parent = NewParent { relative_path, name, format: Format::Raw, identity: None, changed_unix_s: None };
+        let new = NewImage { options, parent: Some(parent), ..NewImage::new(1 << 20) };
+        block_on(Format::Qcow2.create(&world.files.store(PATH), &*world.env, &new)).unwrap();
+        let disk = world.open(PATH);
+        write(&disk, 0, &pattern(1, 2048));
+        let table = word(&world, word(&world, 40)) & !COPIED;
+        let host = word(&world, table) & !COPIED;
+        assert_eq!(word(&world, table + 8), 1, "not one subcluster");
+        match how {
+            Some(how) => block_on(disk.write_zeroes(asked, how)).unwrap(),
+            None => block_on(disk.discard(asked)).unwrap(),
+        }
+        assert!(read(&disk, 0..2048) == [0; 2048]);
+        let (image, data) = (world.files.file(PATH), world.files.file(if has_data_file { "/d/a.data" } else { PATH }));
+        image.holds_syncs.store(true, Relaxed);
+        data.holds_syncs.store(true, Relaxed);
+        let new = Segments::copied(&pattern(2, 2048));
+        let mut writing = pin!(disk.write(Extent::from_range(0..2048), &new, false));
+        let _ = poll_once(writing.as_mut());
+        let late = read(&disk, 0..2048);
+        assert!(
+            data.bytes(host, 2048) == late,
+            "a slow reader has more: data file {has_data_file}, {zeroed:?}, {how:?}"
+        );
+        image.holds_syncs.store(false, Relaxed);
+        data.holds_syncs.store(false, Relaxed);
+        if late == [0; 2048] {
+            block_on(writing).unwrap();
+        }
+        block_on(disk.close()).unwrap();
+        assert_eq!(findings(&world), []);
+    }
 }

@@ -96,10 +96,15 @@ async fn finish_rest<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> 
 async fn begin<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
     let graph = work.settled().await?;
     let Some(number) = number_of(&graph, plan) else { return finish_rest(work, plan).await };
-    crate::finish_left(work, graph.handles()[0].path()).await?;
+    let disk = graph.handles()[0].path();
+    crate::finish_left(work, disk).await?;
+    if is_overtaken(work.asking, &graph, plan).await? {
+        // The merge is refused below, and its note would keep the other one waiting for ever.
+        Plan::Coalesce(plan.clone()).remove_own(work.files, disk).await?;
+    }
     let checked = check::check(work, &graph, number, plan.keeps_name).await?;
     let note = Note::new(Plan::Coalesce(plan.clone()), work.job.wishes(), None);
-    note.write(work.files, graph.handles()[0].path()).await?;
+    note.write(work.files, disk).await?;
     work.job.accept();
     match number {
         0 => leaf::merge(work, &graph, &checked).await,
@@ -113,6 +118,18 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
             if here.keeps_name { named::finish(work, &here).await } else { Ok(()) }
         }
     }
+}
+
+/// True when the layer that `plan` merges is to keep its name, and was deleted itself since: its own child is merged into it first, and `plan` is
+/// of no use any more. No other image names the layer's parent yet, for whoever has deleted the layer has found it to be the parent of its
+/// only child ([`crate::delete::mark`]): so nothing is left half done.
+///
+/// # Errors
+/// The system's.
+pub(crate) async fn is_overtaken<F: Files>(asking: &F, graph: &GraphOf<F>, plan: &Merged) -> Result<bool> {
+    let Some(number) = number_of(graph, plan).filter(|number| plan.keeps_name && *number > 0) else { return Ok(false) };
+    let (child, layer) = (&graph.handles()[number - 1], &graph.handles()[number]);
+    Ok(Gone::of(asking, layer).await?.is_some_and(|gone| Some(gone.child) == child.which()))
 }
 
 /// Removes the mark that one of the two images was deleted ([`Gone`]), once that image has its name no more.

@@ -291,8 +291,11 @@ impl Host {
             *into.borrow_mut() = host.serve(&mut of_open).await;
         });
         executor.finish(limit)?;
-        // All disks may have children: then nobody may write to one.
-        let Some(served) = opened.take().map(Rc::new) else { return Some(()) };
+        // All disks may have children: then nobody may write to one. What was deleted is collected all the same.
+        let Some(served) = opened.take().map(Rc::new) else {
+            executor.spawn(self.clone().collect(rng.split(0)));
+            return executor.finish(limit);
+        };
         self.world.set_faults(life.faults.clone());
         let work = self.workload(served.node.clone(), &self.oracle(&served.disk));
         let is_busy = rng.chance(1, 2);

@@ -32,9 +32,7 @@ fn seeds_of_images_find_nothing() {
 
 #[test]
 fn seeds_of_chains_find_nothing() {
-    // In seed 133 a slow read meets a write in flight, where sectors were zeroed meanwhile, and the next read does not. No answered write is concerned.
-    finds_nothing(Kind::Qcow2Chain, 0..133, Mode::Random);
-    finds_nothing(Kind::Qcow2Chain, 134..300, Mode::Random);
+    finds_nothing(Kind::Qcow2Chain, 0..300, Mode::Random);
 }
 
 /// Each image gets compressed clusters and an internal snapshot after its first life, which the lives after copy out and count down.

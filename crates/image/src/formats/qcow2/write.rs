@@ -10,6 +10,9 @@
 //! 3. An L2 table is durable (zero, or a copy) before the L1 entry that names it.
 //! 4. Data are written in place only where the entry says COPIED and the refcount is 1, both looked at.
 //! 5. A cluster that nothing refers to any more goes back when that is durable and its last reader is gone (`flush`).
+//! 6. What a cluster shows at its own place stays shown as long as the cluster has the place: zeroes go to the place itself. Were it hidden, the next
+//!    write would go there before its entry is changed. Whoever began to read when the place was shown would have the new bytes, and whoever
+//!    reads after that zeroes.
 //!
 //! Where the data lie in an external data file, `data_file` says what is different.
 
@@ -469,10 +472,12 @@ impl<S: Store> Qcow2<S> {
                 self.zero_data(part, host, may_unmap).await?;
                 return Ok(true);
             }
-            _ if self.is_whole(part) => match self.zero_words(&old, may_unmap, below_is_zero) {
-                Some(words) => words,
-                None => return Ok(false),
-            },
+            _ if self.is_whole(part) && !self.stays_shown(part, &old, may_unmap) => {
+                match self.zero_words(below_is_zero) {
+                    Some(words) => words,
+                    None => return Ok(false),
+                }
+            }
             Cluster::Unallocated | Cluster::Mixed { .. } | Cluster::Data(_) if self.rules.extended => {
                 match self.zero_subclusters(part, &old) {
                     Some(words) => words,
@@ -481,28 +486,35 @@ impl<S: Store> Qcow2<S> {
             }
             _ => return Ok(false),
         };
-        self.own_table(writing, at).await?;
-        self.change_entry(writing, at, &old, words).await?;
+        if words != old.words {
+            self.own_table(writing, at).await?;
+            self.change_entry(writing, at, &old, words).await?;
+        }
+        if self.stays_shown(part, &old, may_unmap) {
+            self.zero_in_place(part, &old, may_unmap).await?;
+        }
         if may_unmap {
             self.give_back_hidden(part).await?;
         }
         Ok(true)
     }
 
-    /// The entry of a whole cluster that is zero; `None` where the format has none.
-    fn zero_words(&self, old: &Old, may_unmap: bool, below_is_zero: bool) -> Option<(u64, u64)> {
-        let keeps = old.host().filter(|_| !may_unmap && old.is_own);
-        if below_is_zero && keeps.is_none() {
-            return Some((0, 0));
-        }
-        if self.rules.version < 3 {
-            return None;
-        }
-        let (entry, bitmap) = self.rules.encode(Cluster::Zero(keeps));
-        Some((entry | if keeps.is_some() { COPIED } else { 0 }, bitmap))
+    /// True when a cluster whose subclusters differ keeps its place when `part` is made zero, and what it shows there stays shown. A data file
+    /// has no other place for it.
+    fn stays_shown(&self, part: &Part, old: &Old, may_unmap: bool) -> bool {
+        let is_placed = matches!(old.cluster, Cluster::Mixed { host: Some(_), .. });
+        is_placed && old.is_own && (self.has_data_file() || !(may_unmap && self.is_whole(part)))
     }
 
-    /// The entry with the subclusters of `part` zero, where these are whole.
+    /// The entry of a whole cluster that is zero and has no place; `None` where the format has none.
+    fn zero_words(&self, below_is_zero: bool) -> Option<(u64, u64)> {
+        match below_is_zero {
+            true => Some((0, 0)),
+            false => (self.rules.version >= 3).then(|| self.rules.encode(Cluster::Zero(None))),
+        }
+    }
+
+    /// The entry with the subclusters of `part` zero, where these are whole: but for those that it shows at its own place.
     fn zero_subclusters(&self, part: &Part, old: &Old) -> Option<(u64, u64)> {
         let touched = self.whole_subclusters(part)?;
         let (allocated, zero) = match old.cluster {
@@ -510,8 +522,26 @@ impl<S: Store> Qcow2<S> {
             Cluster::Mixed { allocated, zero, .. } => (allocated, zero),
             _ => (0, 0),
         };
-        let entry = if old.is_own { old.words.0 } else { old.words.0 & !COPIED };
-        Some((entry, u64::from(zero | touched) << 32 | u64::from(allocated & !touched)))
+        let (entry, allocated) = match old.is_own {
+            true => (old.words.0, allocated),
+            false => (old.words.0 & !COPIED, allocated & !touched),
+        };
+        Some((entry, u64::from(zero | touched & !allocated) << 32 | u64::from(allocated)))
+    }
+
+    /// Makes zero what the cluster shows of `part` at its own place, where its subclusters differ.
+    async fn zero_in_place(&self, part: &Part, old: &Old, may_unmap: bool) -> Result<()> {
+        let Cluster::Mixed { host: Some(host), allocated, .. } = old.cluster else { return Ok(()) };
+        let bits = self.subcluster_bits();
+        let mut left = allocated & self.touched(part);
+        while left != 0 {
+            let first = left.trailing_zeros();
+            let end = first + (left >> first).trailing_ones();
+            let within = part.within.start.max(u64::from(first) << bits)..part.within.end.min(u64::from(end) << bits);
+            self.zero_data(&Part { cluster: part.cluster, within }, host, may_unmap).await?;
+            left &= u32::MAX.checked_shl(end).unwrap_or(0);
+        }
+        Ok(())
     }
 
     /// The subclusters of `part`, where these are whole; none in an image without subclusters.
@@ -524,9 +554,10 @@ impl<S: Store> Qcow2<S> {
 
     async fn zero_data(&self, part: &Part, host: u64, may_unmap: bool) -> Result<()> {
         let (offset, len) = (StoreOffset(host + part.within.start), part.within.end - part.within.start);
-        match may_unmap && self.store.info().punches {
-            true => self.store.punch_hole(offset, len).await,
-            false => self.store.zero_range(offset, len).await,
+        let store = self.data_store();
+        match may_unmap && store.info().punches {
+            true => store.punch_hole(offset, len).await,
+            false => store.zero_range(offset, len).await,
         }
     }
 
@@ -544,7 +575,11 @@ impl<S: Store> Qcow2<S> {
         }
         let words = match old.cluster {
             Cluster::Unallocated => return Ok(()),
-            _ if self.is_whole(part) => match self.zero_words(&old, true, below_is_zero) {
+            _ if self.stays_shown(part, &old, true) => {
+                let frees = self.data_store().info().punches;
+                return if frees { self.zero_in_place(part, &old, true).await } else { Ok(()) };
+            }
+            _ if self.is_whole(part) => match self.zero_words(below_is_zero) {
                 Some(words) => words,
                 None => return Ok(()),
             },
