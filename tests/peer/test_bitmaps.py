@@ -159,6 +159,33 @@ class Bitmaps(PeerTest):
             self.kill(server, child)
         self.assertIn(500, self.changed("m", child)[0])
 
+    def test_a_write_to_the_parent_and_a_session_that_changes_nothing(self):
+        """The session that notices it is closed in order, and the next one is killed before its first change: no later one believes the bitmap as it was."""
+        child = self.path("child.qcow2")
+        run("qemu-img", "create", "-q", "-f", "qcow2", "-b", self.disk, "-F", "qcow2", child)
+        self.add(child, "m")
+        self.serve(child).stop()
+        self.write_by_qemu({500}, 7)
+        before = open(child, "rb").read()
+        self.assertIn(500, self.changed("m", child)[0])
+        self.assertTrue(before == open(child, "rb").read(), "a question has changed the image")
+        server = self.serve(child)
+        self.assertIn(500, self.changed("m", child)[0])
+        server.stop()
+        everything = set(range(SIZE_BYTES // BLOCK))
+        self.assertEqual((self.bitmaps(child), self.set_in("m", child)), ({"m": ["auto"]}, everything))
+        for _ in range(2):
+            self.assertEqual(self.changed("m", child)[0], everything)
+            server = self.serve(child)
+            self.assertEqual(self.changed("m", child)[0], everything)
+            self.kill(server, child)
+        self.assertEqual(self.changed("m", child)[0], everything)
+        # Another program begins the bitmap anew: from then on it is exact.
+        self.serve(child).stop()
+        run("qemu-img", "bitmap", "--clear", child, "m")
+        self.assertEqual(self.changed("m", child), (set(), None))
+        self.assert_no_leak(child)
+
     def bitmaps_while_open(self):
         info = json.loads(run("qemu-img", "info", "-U", "--output=json", self.disk).stdout)
         return {bitmap["name"]: bitmap["flags"] for bitmap in info["format-specific"]["data"]["bitmaps"]}

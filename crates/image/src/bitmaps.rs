@@ -62,6 +62,9 @@ pub struct KeptBitmaps {
     pub names: Vec<String>,
     /// Who knows what has changed since each of them was made.
     pub changed: Arc<dyn ChangedSince>,
+    /// The bits in the image lack what is known to have changed. So they are in use at once, durably, and not only before the first change: else who opens the
+    /// image after a kill would believe them.
+    pub is_behind: bool,
     /// A rule that the simulator breaks.
     pub broken: BrokenBitmaps,
 }

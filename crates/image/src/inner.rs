@@ -1,6 +1,8 @@
 //! Snapshots inside an image: earlier states of the disk that lie in the same file, as qcow2 has them. They are not the snapshots of
 //! `life`, which are files of their own.
 
+use std::pin::Pin;
+
 use spile_core::{Error, ErrorKind, Result};
 
 /// A snapshot inside an image. Text from the image is escaped, so that it can go to a terminal.
@@ -33,6 +35,17 @@ pub enum InnerChange {
     /// The snapshot goes, and with it what only it holds.
     Delete(Which),
 }
+
+/// Who hears of a change of the snapshots inside an image while it is made. `()` is nobody.
+pub trait InnerWatch {
+    /// The disk is about to hold what a snapshot holds: all is checked and has its room, and only the storage can refuse it still. When this fails, the disk
+    /// stays as it is, and space may be leaked.
+    fn before_apply(&self) -> Pin<Box<dyn Future<Output = Result<()>> + '_>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+}
+
+impl InnerWatch for () {}
 
 /// Which snapshot inside an image is meant.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -20,7 +20,7 @@ use crate::create::NewParent;
 use crate::facts::Facts;
 use crate::formats::Format;
 use crate::grace::Reader;
-use crate::inner::{InnerChange, InnerSnapshot};
+use crate::inner::{InnerChange, InnerSnapshot, InnerWatch};
 use crate::room::HearRoom;
 
 /// A flush gives the space of so many units back to the store at most, those first that were given up last ([`Layer::forget`]).
@@ -384,6 +384,15 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
         async { Err(self.unsupported("this format cannot grow while it is in use")) }
     }
 
+    /// Refuses a size that [`Layer::resize`] does not give the image. It asks no storage, and changes nothing.
+    ///
+    /// # Errors
+    /// Those of [`Layer::resize`] that the image's format has.
+    fn check_resize(&self, size_bytes: u64) -> Result<()> {
+        let _ = size_bytes;
+        Ok(())
+    }
+
     /// Makes the image `size_bytes` long while nobody uses it, and seals it: no request is in flight, and the layer is dropped
     /// afterwards. What lies behind the end of a shorter image is lost, and is zero when it grows again. An image that is ended at any moment meanwhile opens with its old size or with the new one.
     ///
@@ -432,13 +441,17 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
 
     /// Changes the snapshots inside the image while nobody uses it, and seals it: no request is in flight, and the layer is dropped
     /// afterwards. Returns the snapshot that was made, applied or deleted. An image that is ended at any moment meanwhile opens as it was or
-    /// as it is to be; space may be leaked.
+    /// as it is to be; space may be leaked. `watch` hears of it.
     ///
     /// # Errors
     /// `Unsupported` where the format has none, and for an image that has no room for one more; `Corrupt` for an image that contradicts itself; `NotFound`,
-    /// `Exists`, `InvalidInput` for a name; `NoSpace`: in all these cases nothing was changed. `ReadOnly`; errors of the store.
-    fn change_inner_unused(&self, change: &InnerChange) -> impl Future<Output = Result<InnerSnapshot>> {
-        let _ = change;
+    /// `Exists`, `InvalidInput` for a name; `NoSpace`: in all these cases nothing was changed. `ReadOnly`; errors of the store, and of `watch`.
+    fn change_inner_unused(
+        &self,
+        change: &InnerChange,
+        watch: &dyn InnerWatch,
+    ) -> impl Future<Output = Result<InnerSnapshot>> {
+        let _ = (change, watch);
         async { Err(self.unsupported("an image of this format has no snapshots inside it")) }
     }
 

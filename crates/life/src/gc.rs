@@ -47,11 +47,12 @@ impl Family {
         let mut family = Self::default();
         for path in paths {
             if names::format_of(path) == Some(Format::Raw) {
-                family.note_claims(tools, path).await;
+                family.note_claims(tools, path, paths).await;
                 continue;
             }
             let Some(format) = may_have_parent(path) else { continue };
             match named_files(tools.asking, path, format).await {
+                Ok(files) if holds_data(tools.asking, path, &files, paths).await => {}
                 Ok(files) => {
                     for parent in files {
                         let children = family.children.entry(parent).or_default();
@@ -68,8 +69,9 @@ impl Family {
         family
     }
 
-    async fn note_claims<F: Files>(&mut self, tools: &Tools<'_, F>, path: &Path) {
+    async fn note_claims<F: Files>(&mut self, tools: &Tools<'_, F>, path: &Path, all: &[PathBuf]) {
         match named_files(tools.asking, path, Format::Qcow2).await {
+            Ok(parents) if holds_data(tools.asking, path, &parents, all).await => {}
             Ok(parents) => {
                 let others = parents.into_iter().filter(|parent| parent != path);
                 self.claims.extend(others.map(|parent| (parent, path.to_owned())));
@@ -106,6 +108,23 @@ pub fn may_have_parent(path: &Path) -> Option<Format> {
     let named = names::format_of(path);
     let is_unnamed = named.is_none() && names::disk_of(path).is_none();
     named.or(is_unnamed.then_some(Format::Qcow2)).filter(|format| format.about().has_parents)
+}
+
+/// True when the file at `path`, which says that it needs the files `named`, says nothing: it holds the data of an image among `images`, so its guest has written
+/// that. An image is believed by its name alone: what has another name may be a guest's work itself.
+pub async fn holds_data<F: Files>(asking: &F, path: &Path, named: &[PathBuf], images: &[PathBuf]) -> bool {
+    let names_format = |path: &Path| names::format_of(path).filter(|format| format.about().has_parents);
+    if named.is_empty() || names_format(path).is_some() {
+        return false;
+    }
+    let Ok(path) = asking.canonical(path).await else { return false };
+    for image in images {
+        let Some(format) = names_format(image) else { continue };
+        if named_data_file(asking, image, format).await.is_ok_and(|data| data.as_ref() == Some(&path)) {
+            return true;
+        }
+    }
+    false
 }
 
 /// The files without which the image at `path` is of no use, as far as they are there.

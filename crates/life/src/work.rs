@@ -11,6 +11,7 @@ use spile_image::layer::Identity;
 use spile_image::{Broken, Format, Graph, GraphLayer, reopen_layer};
 use spile_node::Node;
 
+use crate::gc::holds_data;
 use crate::jobs::Job;
 
 /// What a job works with.
@@ -275,7 +276,9 @@ impl<F: Files> Work<'_, F> {
             if is_known {
                 continue;
             }
-            if self.is_child(&neighbour, &path, identity).await? {
+            if self.is_child(&neighbour, &path, identity).await?
+                && !holds_data(self.asking, &neighbour, std::slice::from_ref(&path), neighbours).await
+            {
                 found.push(neighbour);
             }
         }

@@ -98,7 +98,7 @@ impl Checkpoints {
         }
         for name in self.names() {
             if let Some(changes) = &changes
-                && !changes.is_bitmap(&name).await
+                && !changes.is_told_by_image(&name).await
             {
                 own.push(name);
             }

@@ -14,7 +14,7 @@ use spile_engine::run_blocking;
 use spile_image::layer::{Identity, Layer as _};
 use spile_image::{Graph, LayerInfo, is_child_of};
 use spile_life::base::refuse_merging;
-use spile_life::gc::may_have_parent;
+use spile_life::gc::{holds_data, may_have_parent};
 use spile_life::motion::is_parent;
 use spile_life::names;
 use spile_store::{CacheMode, FileId, HostStore, OsFiles};
@@ -175,13 +175,16 @@ async fn asked_beside(beside: &Path, path: &Path, identity: Option<Identity>, mo
     let Neighbours { images, are_all } = looked;
     let (files, end) = (OsFiles::new(CacheMode::Page).without_locks(true), Instant::now() + PATIENCE);
     let mut found = Vec::new();
+    let (this, all) = ([path.to_owned()], [&images[..], &[path.to_owned()]].concat());
     for other in images {
         if Instant::now() > end {
             return (found, false);
         }
         // An image that cannot be read cannot be used as a child either.
         let Some(format) = may_have_parent(&other) else { continue };
-        if is_child_of(&files, &other, format, path, identity).await.unwrap_or(false) {
+        if is_child_of(&files, &other, format, path, identity).await.unwrap_or(false)
+            && !holds_data(&files, &other, &this, &all).await
+        {
             found.push(other);
         }
         if found.len() >= most {

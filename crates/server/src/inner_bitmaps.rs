@@ -57,12 +57,17 @@ pub async fn follow(changes: &Arc<Changes<OsFiles>>, graph: &Graph<HostStore>) -
     for (name, error) in &followed.left {
         tell_left(&path, name, &error.to_string());
     }
-    if followed.kept.is_empty() {
+    let is_behind = followed.is_behind;
+    if followed.kept.is_empty() && !is_behind {
         return Ok(());
     }
     let changed = Arc::new(changes.keeper(&followed.kept).await);
     let names = followed.kept.clone();
-    let kept = image.keep_bitmaps(KeptBitmaps { names, changed, broken: BrokenBitmaps::Nothing }).await?;
+    let kept = image.keep_bitmaps(KeptBitmaps { names, changed, is_behind, broken: BrokenBitmaps::Nothing }).await;
+    if kept.is_err() && is_behind {
+        changes.stay_behind().await;
+    }
+    let kept = kept?;
     for name in followed.kept.iter().filter(|name| !kept.contains(name)) {
         tell_left(&path, name, "the image uses its space for something else, too (spile check)");
     }
@@ -81,7 +86,8 @@ pub async fn keep_none(graph: &Graph<HostStore>) -> Result<()> {
             Box::pin(std::future::ready(Err(error)))
         }
     }
-    let nobody = KeptBitmaps { names: Vec::new(), changed: Arc::new(Nobody), broken: BrokenBitmaps::Nothing };
+    let (names, changed, broken) = (Vec::new(), Arc::new(Nobody), BrokenBitmaps::Nothing);
+    let nobody = KeptBitmaps { names, changed, is_behind: false, broken };
     graph.handles()[0].image().keep_bitmaps(nobody).await.map(drop)
 }
 

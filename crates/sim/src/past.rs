@@ -122,7 +122,7 @@ impl Image {
 
     async fn change_inner(&self, world: &World, layer: usize, change: InnerChange) -> Result<()> {
         let graph = self.chain(world, layer, false).await?;
-        let done = graph.handles()[0].image().change_inner_unused(&change).await;
+        let done = graph.handles()[0].image().change_inner_unused(&change, &()).await;
         graph.close().await?;
         done.map(drop)
     }

@@ -29,7 +29,7 @@ use crate::check::{Lost, Report};
 use crate::create::{NewImage, NewParent, Options};
 use crate::facts::Facts;
 use crate::grace::Reader;
-use crate::inner::{InnerChange, InnerSnapshot};
+use crate::inner::{InnerChange, InnerSnapshot, InnerWatch};
 use crate::layer::{EncodedUnit, Found, GivenBack, Identity, Layer, MapPiece, ParentRef, Reserved};
 use crate::measure::Space;
 use crate::room::HearRoom;

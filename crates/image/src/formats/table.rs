@@ -181,6 +181,7 @@ macro_rules! formats {
                 fn has_inner_snapshots(&self) -> bool;
                 fn is_unflushed(&self) -> bool;
                 fn check_name(&self, parent: &NewParent) -> Result<()>;
+                fn check_resize(&self, size_bytes: u64) -> Result<()>;
                 fn begin(&self) -> ();
                 fn hold_space(&self, holds: bool) -> ();
                 fn allocations(&self) -> u64;
@@ -206,7 +207,7 @@ macro_rules! formats {
                 async fn resize_unused(&self, size_bytes: u64) -> Result<()>;
                 async fn amend(&self, asked: &Amendment) -> Result<Amended>;
                 async fn inner_snapshots(&self) -> Result<Vec<InnerSnapshot>>;
-                async fn change_inner_unused(&self, change: &InnerChange) -> Result<InnerSnapshot>;
+                async fn change_inner_unused(&self, change: &InnerChange, watch: &dyn InnerWatch) -> Result<InnerSnapshot>;
                 async fn bitmaps(&self) -> Result<Option<Vec<InnerBitmap>>>;
                 async fn bitmap_part(&self, name: &str, within: std::ops::Range<u64>) -> Result<BitmapPart>;
                 async fn keep_bitmaps(&self, kept: KeptBitmaps) -> Result<Vec<String>>;

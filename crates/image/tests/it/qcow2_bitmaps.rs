@@ -83,7 +83,7 @@ impl ChangedSince for Told {
 fn keep(disk: &Graph<MemStore>, names: &[&str], ranges: &[(&str, Range<u64>)]) -> Vec<String> {
     let told = Told(Mutex::new(ranges.iter().map(|(name, range)| ((*name).to_owned(), range.clone())).collect()));
     let names = names.iter().map(|name| (*name).to_owned()).collect();
-    let kept = KeptBitmaps { names, changed: Arc::new(told), broken: BrokenBitmaps::Nothing };
+    let kept = KeptBitmaps { names, changed: Arc::new(told), is_behind: false, broken: BrokenBitmaps::Nothing };
     block_on(disk.handles()[0].image().keep_bitmaps(kept)).unwrap()
 }
 
@@ -323,12 +323,52 @@ fn what_cannot_be_told_is_not_saved() {
             Box::pin(std::future::ready(Err(spile_core::Error::new(ErrorKind::NotFound, "nobody knows"))))
         }
     }
-    let kept = KeptBitmaps { names: vec!["b".into()], changed: Arc::new(Nobody), broken: BrokenBitmaps::Nothing };
+    let (names, changed) = (vec!["b".into()], Arc::new(Nobody));
+    let kept = KeptBitmaps { names, changed, is_behind: false, broken: BrokenBitmaps::Nothing };
     assert_eq!(block_on(disk.handles()[0].image().keep_bitmaps(kept)).unwrap(), ["b"]);
     write(&disk, 0, &[5; 512]);
     close(&world, disk);
     assert_eq!(state(&world, "b"), BitmapState::KeptUp);
     assert_sound(&world);
+}
+
+#[test]
+fn who_only_reads_asks_for_the_directory_once() {
+    let world = with(&[new("b", AUTO, &[1]), new("off", 0, &[2])], |_| ());
+    let disk = reading(&world);
+    let ask = |name: &str| {
+        world.files.reset_reads();
+        let part = block_on(disk.handles()[0].image().bitmap_part(name, 0..SIZE)).unwrap();
+        assert_eq!(part.end, SIZE, "{name}");
+        world.files.reads().0
+    };
+    let first = ask("b");
+    // The table of the bitmap and its bits, and not the first cluster.
+    assert!(ask("off") < first && ask("b") < first && ask("b") <= CLUSTER + 8);
+    let missing = block_on(disk.handles()[0].image().bitmap_part("c", 0..SIZE)).unwrap_err();
+    assert_eq!(missing.kind(), ErrorKind::NotFound);
+}
+
+#[test]
+fn bitmaps_that_are_behind_are_in_use_before_any_change() {
+    for names in [&["b"][..], &[]] {
+        let world = with(&[new("b", AUTO, &[1]), new("off", 0, &[1])], |_| ());
+        let disk = open(&world);
+        let told = Told(Mutex::new(vec![("b".to_owned(), 0..SIZE)]));
+        let (names, changed): (Vec<_>, _) = (names.iter().map(|name| (*name).to_owned()).collect(), Arc::new(told));
+        let kept = KeptBitmaps { names: names.clone(), changed, is_behind: true, broken: BrokenBitmaps::Nothing };
+        let syncs = world.files.file(PATH).syncs.load(Relaxed);
+        assert_eq!(block_on(disk.handles()[0].image().keep_bitmaps(kept)).unwrap(), names);
+        assert!(world.files.file(PATH).syncs.load(Relaxed) > syncs, "a power cut takes it back");
+        let in_use = if names.is_empty() { BitmapState::InUse } else { BitmapState::KeptUp };
+        assert_eq!((state(&world, "b"), state(&world, "off")), (in_use, BitmapState::Good));
+        close(&world, disk);
+        match names.is_empty() {
+            true => assert_eq!(state(&world, "b"), BitmapState::InUse),
+            false => assert_eq!((state(&world, "b"), set(&world, "b")), (BitmapState::Good, vec![0..SIZE])),
+        }
+        assert_sound(&world);
+    }
 }
 
 #[test]

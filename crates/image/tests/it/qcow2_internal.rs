@@ -1,14 +1,15 @@
 //! Snapshots inside qcow2 images: made, applied and deleted in memory, with every kind of image that the format has.
 
-use std::sync::atomic::Ordering::Relaxed;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::qcow2_image::{COPIED, Image};
 use crate::support::{DEVICE, FILE, Kind, World, block_on, pattern, read, write};
-use spile_core::{Disk, ErrorKind, Extent, Result};
+use spile_core::{Disk, Error, ErrorKind, Extent, Result};
 use spile_image::check::Severity;
 use spile_image::create::{NewImage, NewParent, Options};
 use spile_image::formats::qcow2::codec::snapshot::Snapshot;
-use spile_image::inner::{InnerChange, InnerSnapshot, Which};
+use spile_image::inner::{InnerChange, InnerSnapshot, InnerWatch, Which};
 use spile_image::layer::Layer;
 use spile_image::{Format, OpenOptions};
 
@@ -96,7 +97,7 @@ fn list(world: &World) -> Result<Vec<InnerSnapshot>> {
 
 fn change(world: &World, change: &InnerChange) -> Result<InnerSnapshot> {
     let disk = world.open(PATH);
-    let done = block_on(disk.handles()[0].image().change_inner_unused(change));
+    let done = block_on(disk.handles()[0].image().change_inner_unused(change, &()));
     if done.is_err() {
         // Whoever was refused closes the image.
         let _ = block_on(disk.close());
@@ -556,11 +557,11 @@ fn other_formats_and_images_that_are_only_read_are_refused() {
     let leaf = disk.handles()[0].image();
     assert_eq!(block_on(leaf.inner_snapshots()).unwrap_err().kind(), ErrorKind::Unsupported);
     let make = InnerChange::Create { name: "a".into(), now_unix_s: 0 };
-    assert_eq!(block_on(leaf.change_inner_unused(&make)).unwrap_err().kind(), ErrorKind::Unsupported);
+    assert_eq!(block_on(leaf.change_inner_unused(&make, &())).unwrap_err().kind(), ErrorKind::Unsupported);
     let world = install(USUAL);
     let options = OpenOptions { read_only: true, ..OpenOptions::default() };
     let disk = world.try_open(PATH, &options).unwrap();
-    let refused = block_on(disk.handles()[0].image().change_inner_unused(&make)).unwrap_err();
+    let refused = block_on(disk.handles()[0].image().change_inner_unused(&make, &())).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::ReadOnly);
 }
 
@@ -577,6 +578,46 @@ fn a_device_without_room_is_refused_before_anything_changes() {
     assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
     is_sound(&world);
     assert!(content(&world) == before && list(&world).unwrap().is_empty());
+}
+
+/// Counts how often it is told that a snapshot is applied, and refuses it or not.
+struct Hears {
+    told: AtomicU64,
+    refuses: bool,
+}
+
+impl InnerWatch for Hears {
+    fn before_apply(&self) -> Pin<Box<dyn Future<Output = Result<()>> + '_>> {
+        self.told.fetch_add(1, Relaxed);
+        let refused = || Error::new(ErrorKind::Io, "refused");
+        Box::pin(std::future::ready(if self.refuses { Err(refused()) } else { Ok(()) }))
+    }
+}
+
+#[test]
+fn who_watches_hears_of_a_snapshot_only_when_nothing_but_the_storage_can_refuse_it() {
+    for (has_room, refuses) in [(false, false), (true, true), (true, false)] {
+        let world = install(Form { kind: DEVICE, ..USUAL });
+        with_disk(&world, |disk| write(disk, 0, &pattern(1, 1 << 20)));
+        let old = content(&world);
+        make(&world, "a").unwrap();
+        with_disk(&world, |disk| write(disk, 0, &[7; 512]));
+        let now = content(&world);
+        if !has_room {
+            let used = bytes(&world).iter().rposition(|byte| *byte != 0).unwrap() as u64;
+            world.files.file(PATH).set_len(used.next_multiple_of(1 << 12));
+        }
+        let hears = Hears { told: AtomicU64::new(0), refuses };
+        let disk = world.open(PATH);
+        let done = block_on(disk.handles()[0].image().change_inner_unused(&InnerChange::Apply(which("a")), &hears));
+        drop(block_on(disk.close()));
+        drop(disk);
+        world.files.file(PATH).forget_ways();
+        assert_eq!(done.is_ok(), has_room && !refuses);
+        assert_eq!(hears.told.load(Relaxed), u64::from(has_room), "{done:?}");
+        assert!(content(&world) == if done.is_ok() { old } else { now });
+        is_not_corrupt(&world);
+    }
 }
 
 #[test]

@@ -149,6 +149,27 @@ fn space_is_held_and_given_back_bit_by_bit() {
     assert_eq!(findings(&world), []);
 }
 
+#[test]
+fn what_was_held_stays_in_the_file_also_where_no_flush_has_settled_it() {
+    for flushes_before in 0..3 {
+        let world = pair(FILE);
+        let (file, disk) = (world.files.file(PATH), world.open(PATH));
+        disk.hold_own_space(true);
+        (0..9).for_each(|cluster| forget(&disk, cluster * CLUSTER..(cluster + 1) * CLUSTER).unwrap());
+        (0..flushes_before).for_each(|_| block_on(disk.flush()).unwrap());
+        let taken = file.allocated_bytes();
+        disk.hold_own_space(false);
+        (0..4).for_each(|_| block_on(disk.flush()).unwrap());
+        assert_eq!(file.allocated_bytes(), taken, "a flush after {flushes_before} gives something back");
+        // What is given up from now on is freed as ever.
+        forget(&disk, 9 * CLUSTER..10 * CLUSTER).unwrap();
+        (0..4).for_each(|_| block_on(disk.flush()).unwrap());
+        assert_eq!(file.allocated_bytes(), taken - CLUSTER);
+        block_on(disk.close()).unwrap();
+        assert_eq!(findings(&world), []);
+    }
+}
+
 /// A write to half of a subcluster that the leaf lacks, in a cluster of which it has something: another write to the other half may copy this one
 /// from below, so both go to the leaf. The parent could not take it here.
 #[test]

@@ -7,6 +7,8 @@
 //! 2. A bitmap that is in use is believed by nobody, but for one that was taken up before, in an image that nobody else has written to since
 //!    ([`BitmapState::KeptUp`]): then this file knows what has changed. It is kept up, and the image gets it back. When somebody else has written, all
 //!    checkpoints have everything count as changed, and the bitmap stays in use.
+//!    A bitmap that the image calls true and that lacks a change which is known here is in use at once ([`Followed::is_behind`]): what is known would go with a
+//!    kill before the first change of the image, for then the bitmap is taken up anew. Closed in order, the image has it with all bits.
 //! 3. A checkpoint whose bitmap was removed from the image goes, too. When the disk has another image, its checkpoints stay, and are those of bitmaps no more.
 //! 4. Bits of a bitmap are durable here before the header has its checkpoint. The header is written before any request, and so before the image has the bitmap
 //!    in use.
@@ -32,6 +34,10 @@ pub struct Followed {
     pub kept: Vec<String>,
     /// They note changes and are not kept up, with the reason of each.
     pub left: Vec<(String, Error)>,
+    /// Bitmaps that the image calls true lack what is known to have changed. They are to be in use at once, durably ([`KeptBitmaps::is_behind`]).
+    ///
+    /// [`KeptBitmaps::is_behind`]: spile_image::bitmaps::KeptBitmaps::is_behind
+    pub is_behind: bool,
 }
 
 type Taken<S> = (Interval, Arc<Tracked<S>>);
@@ -46,16 +52,17 @@ impl<F: Files + Clone> Changes<F> {
         let there = image.bitmaps().await?;
         let mut state = self.state.lock().await;
         if self.check_usable(&state).is_err() {
-            return Ok(Followed::default());
+            return Ok(Followed { is_behind: are_behind(&state, there.as_deref()), ..Followed::default() });
         }
         let followed = self.follow(&mut state, image, there.as_deref(), disk_bytes).await;
+        let is_behind = are_behind(&state, there.as_deref());
         match followed {
             Err(error) if state.is_stuck => {
                 drop(state);
                 self.giving.up(&error).await;
-                Ok(Followed::default())
+                Ok(Followed { is_behind, ..Followed::default() })
             }
-            followed => followed,
+            followed => Ok(Followed { is_behind, ..followed? }),
         }
     }
 
@@ -133,6 +140,20 @@ impl<F: Files + Clone> Changes<F> {
             forget_last(&mut state.header);
         }
         state.has_other_parents
+    }
+
+    /// The image could not be told that its bitmaps lack something ([`Followed::is_behind`]). So whoever opens it next is to notice that its parents are others, also
+    /// when it is closed in order.
+    pub async fn stay_behind(&self) {
+        self.state.lock().await.stays_behind = true;
+    }
+
+    /// Of a disk that is open for reading only: true when its image tells what has changed since the bitmap `name` was made, and not this file.
+    pub async fn is_told_by_image(&self, name: &str) -> bool {
+        let state = self.state.lock().await;
+        let Ok(number) = find(&state.header, name) else { return false };
+        let is_behind = state.is_as_left && state.is_all_unknown(number);
+        state.header.intervals[number].is_bitmap && !is_behind
     }
 
     /// Another file takes the place of this one: what has changed since the bitmaps of the image were made is not known here any more ([`Keeper`]).
@@ -236,6 +257,16 @@ impl<F: Files + Clone> Changes<F> {
         let named = state.header.intervals.iter().map(|interval| interval.name.clone()).zip(state.tracked.clone());
         Keeper { kept: named.filter(|(name, _)| names.contains(name)).collect(), changes: self.clone() }
     }
+}
+
+/// True when bitmaps that note changes, and that the image calls true, lack what is known to have changed.
+fn are_behind<S>(state: &State<S>, there: Option<&[InnerBitmap]>) -> bool {
+    let is_all_unknown = |name: &str| {
+        let number = find(&state.header, name).ok().filter(|number| state.header.intervals[*number].is_bitmap);
+        number.is_some_and(|number| state.is_all_unknown(number))
+    };
+    let mut believed = there.unwrap_or_default().iter().filter(|one| one.records && one.state == BitmapState::Good);
+    believed.any(|bitmap| state.has_other_parents || is_all_unknown(&bitmap.name))
 }
 
 /// What has changed since the bitmaps of an image were made, for when that is sealed: its disk may have another image by then, or other checkpoints of these

@@ -166,12 +166,27 @@ struct State<S> {
     has_other_parents: bool,
     /// Another file has taken this one's place: nothing is noted here any more.
     is_replaced: bool,
+    /// The image does not say that its bitmaps lack what its parents have got: so the parents stay others than they were noted to be.
+    stays_behind: bool,
 }
 
 impl<S> State<S> {
     fn new(header: Header) -> Self {
-        let (is_damaged, is_stuck, is_as_left, has_other_parents, is_replaced) = (false, false, false, false, false);
-        Self { header, tracked: Vec::new(), is_damaged, is_stuck, is_as_left, has_other_parents, is_replaced }
+        Self {
+            header,
+            tracked: Vec::new(),
+            is_damaged: false,
+            is_stuck: false,
+            is_as_left: false,
+            has_other_parents: false,
+            is_replaced: false,
+            stays_behind: false,
+        }
+    }
+
+    /// True when everything counts as changed since the checkpoint that the interval of this number begins with.
+    fn is_all_unknown(&self, number: usize) -> bool {
+        self.header.intervals[number..].iter().any(|interval| interval.covered_bytes == 0)
     }
 }
 
@@ -531,7 +546,8 @@ impl<F: Files + Clone> Changes<F> {
             self.store.sync().await?;
         }
         let mut header = state.header.clone();
-        header.set_stamp(stamp);
+        let is_noted = !state.stays_behind;
+        header.set_stamp(if is_noted { stamp } else { stamp.with_parents_of(&header.stamp) });
         for (interval, tracked) in header.intervals.iter_mut().zip(&state.tracked) {
             if tracked.is_lost() {
                 interval.covered_bytes = 0;

@@ -123,6 +123,10 @@ pub(super) async fn check<F: Files>(
     }
     refuse_inner_snapshots(layer, "they would go with its file")?;
     check_sizes(graph, number)?;
+    if size_of(parent) < size_of(layer) {
+        // It is asked once more when it grows; by then the merge has begun.
+        parent.image().check_resize(size_of(layer))?;
+    }
     if number == 0 || keeps_name {
         check_takes_place(graph, number)?;
     }

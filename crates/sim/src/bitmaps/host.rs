@@ -53,7 +53,7 @@ pub(super) struct Host {
     stamp: Cell<u8>,
     /// What its parents look like, if it had some.
     parents: Cell<u8>,
-    /// These were written to since the disk was open.
+    /// These were written to since the bitmap was made, which it does not tell: from then on everything counts as changed.
     has_other_parents: Cell<bool>,
     /// Another program has written to the image while the bitmap was in use: nobody knows any more what has changed since that was made.
     is_lost: Cell<bool>,
@@ -190,6 +190,7 @@ impl Host {
         });
         self.world.settle(Path::new(DISK));
         *self.base.borrow_mut() = now;
+        self.has_other_parents.set(false);
         self.stamp.set(self.stamp.get().wrapping_add(1));
         self.may_leak.set(true);
         self.count(|summary| summary.cleared += 1);
@@ -263,13 +264,15 @@ impl Host {
     async fn follow(&self, graph: &Graph<SimStore>, changes: &Tracker) {
         let image = graph.handles()[0].image();
         let followed = changes.follow_bitmaps(image, image.size_bytes()).await;
-        let names = followed.unwrap_or_else(|error| panic!("the bitmaps cannot be followed: {error:?}")).kept;
+        let followed = followed.unwrap_or_else(|error| panic!("the bitmaps cannot be followed: {error:?}"));
+        let (names, is_behind) = (followed.kept, followed.is_behind);
         match self.is_lost.get() {
             true => assert!(names.is_empty(), "these are kept: {names:?}"),
             false => assert!(self.has_failed.get() || names == [NOTING], "these are kept: {names:?}"),
         }
         let changed = Arc::new(changes.keeper(&names).await);
-        let kept = image.keep_bitmaps(KeptBitmaps { names: names.clone(), changed, broken: self.broken }).await;
+        let kept = KeptBitmaps { names: names.clone(), changed, is_behind, broken: self.broken };
+        let kept = image.keep_bitmaps(kept).await;
         let kept = kept.unwrap_or_else(|error| panic!("the bitmaps cannot be kept: {error:?}"));
         assert_eq!(kept, names, "something else uses the space of a bitmap");
     }
@@ -291,7 +294,6 @@ impl Host {
             let must_be_marked = !is_same || self.has_other_parents.get();
             assert!(!must_be_marked || is_marked(at as u64), "the piece at {at} has changed, and is not marked");
         }
-        self.has_other_parents.set(false);
     }
 
     /// So many requests, one after the other; now and then the disk grows.

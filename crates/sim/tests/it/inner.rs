@@ -56,7 +56,7 @@ async fn content(graph: &Graph<SimStore>) -> Vec<u8> {
 /// Changes the snapshots, and closes the image. Where that is refused, nothing is changed.
 async fn change(world: World, change: InnerChange) -> Result<(), Error> {
     let graph = open(&world).await;
-    let done = graph.handles()[0].image().change_inner_unused(&change).await;
+    let done = graph.handles()[0].image().change_inner_unused(&change, &()).await;
     graph.close().await.unwrap();
     done.map(drop)
 }

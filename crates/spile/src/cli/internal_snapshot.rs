@@ -1,13 +1,14 @@
 //! `spile internal-snapshot`: snapshots inside a qcow2 image, as `qemu-img snapshot` has them.
 
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
 use std::sync::Arc;
 
 use clap::{ArgGroup, Args};
 use serde::Serialize;
 use spile_core::{Disk as _, Env as _, Error, ErrorKind, Locator, Result};
 use spile_engine::OsEnv;
-use spile_image::inner::{InnerChange, InnerSnapshot, Which};
+use spile_image::inner::{InnerChange, InnerSnapshot, InnerWatch, Which};
 use spile_image::layer::Layer as _;
 use spile_image::{Format, OpenOptions, open_layer};
 use spile_life::snapshot::refuse_job;
@@ -164,16 +165,20 @@ async fn carry_out(at: &Locator, options: &OpenOptions, change: &InnerChange) ->
     refuse_job(&files, leaf.path()).await?;
     let checkpoints = Checkpoints::none(Access { no_lock: options.no_lock, ..Access::default() });
     checkpoints.open(&graph).await?;
-    if let InnerChange::Apply(which) = change {
-        which.find(&leaf.image().inner_snapshots().await?)?;
-        // Nobody looks where the disk differs from the snapshot.
-        checkpoints.forget().await?;
-    }
-    let done = leaf.image().change_inner_unused(change).await;
+    let done = leaf.image().change_inner_unused(change, &Forgets(&checkpoints)).await;
     let closed = graph.close().await;
     checkpoints.close(&graph).await;
     let snapshot = done.and_then(|snapshot| closed.map(|()| snapshot))?;
     Ok(InternalSnapshots { path: leaf.path().display().to_string(), snapshots: vec![snapshot.into()] })
+}
+
+/// Nobody looks where the disk differs from a snapshot that is applied: everything counts as changed before the disk holds that, and not where it is refused.
+struct Forgets<'a>(&'a Checkpoints);
+
+impl InnerWatch for Forgets<'_> {
+    fn before_apply(&self) -> Pin<Box<dyn Future<Output = Result<()>> + '_>> {
+        Box::pin(self.0.forget())
+    }
 }
 
 fn tell(found: &InternalSnapshots, change: Option<&InnerChange>) {

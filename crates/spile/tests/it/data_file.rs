@@ -92,3 +92,33 @@ fn nothing_is_merged_below_an_image_that_would_have_to_name_another_parent_and_h
     assert!(said.contains("s2.qcow2 is a child") && said.contains("keeps its data in another file"), "{said}");
     assert!(contents(dir) == before, "nothing has changed");
 }
+
+/// Another program gives it such a name. Its guest writes there what it likes, also what begins as an image.
+#[test]
+fn a_data_file_whose_name_says_no_format_is_not_asked_for_parents() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    make(dir, "a.qcow2", &["--size", "16M"]);
+    let bytes = fs::read(dir.join("a.qcow2")).unwrap();
+    let at = bytes.windows(6).position(|found| found == b"/a.raw").unwrap();
+    fs::rename(dir.join("a.raw"), dir.join("a.dat")).unwrap();
+    fs::write(dir.join("a.qcow2"), [&bytes[..at], b"/a.dat", &bytes[at + 6..]].concat()).unwrap();
+    for victim in ["a.qcow2", "other.qcow2"] {
+        if victim == "other.qcow2" {
+            ok(dir, &["create", victim, "--size", "16M"]);
+        }
+        ok(dir, &["create", "child.qcow2", "--parent", victim, ALLOW]);
+        fs::copy(dir.join("child.qcow2"), dir.join("a.dat")).unwrap();
+        fs::remove_file(dir.join("child.qcow2")).unwrap();
+        ok(dir, &["resize", victim, "32M", ALLOW]);
+    }
+    // The same bytes where no image has its data: it may be a child.
+    fs::copy(dir.join("a.dat"), dir.join("b.dat")).unwrap();
+    let said = fails(dir, 1, &["resize", "other.qcow2", "64M"]);
+    assert!(said.contains("b.dat"), "{said}");
+    let said = fails(dir, 1, &["delete", "other.qcow2"]);
+    assert!(said.contains("b.dat"), "{said}");
+    fs::remove_file(dir.join("b.dat")).unwrap();
+    ok(dir, &["delete", "other.qcow2"]);
+    assert_eq!(names(dir), ["a.dat", "a.qcow2"]);
+}

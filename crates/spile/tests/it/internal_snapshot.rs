@@ -90,20 +90,24 @@ fn what_is_refused_says_why_and_changes_nothing() {
     ok(dir, &["internal-snapshot", DISK, "--apply", "monday", "--write-parent"]);
 }
 
-#[test]
-fn an_image_that_contradicts_itself_is_left_as_it_is() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    disk(dir);
-    ok(dir, &["internal-snapshot", DISK, "--create", "monday"]);
+/// The only snapshot's L1 table lies where the disk's is.
+fn contradict(dir: &Path) {
     let file = File::options().read(true).write(true).open(dir.join(DISK)).unwrap();
     let field = |at: u64| {
         let mut bytes = [0; 8];
         file.read_exact_at(&mut bytes, at).unwrap();
         u64::from_be_bytes(bytes)
     };
-    // The snapshot's L1 table lies where the disk's is.
     file.write_all_at(&field(40).to_be_bytes(), field(64)).unwrap();
+}
+
+#[test]
+fn an_image_that_contradicts_itself_is_left_as_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    disk(dir);
+    ok(dir, &["internal-snapshot", DISK, "--create", "monday"]);
+    contradict(dir);
     let before = fs::read(dir.join(DISK)).unwrap();
     for change in ["--create", "--apply", "--delete"] {
         let name = if change == "--create" { "x" } else { "monday" };
@@ -111,6 +115,20 @@ fn an_image_that_contradicts_itself_is_left_as_it_is() {
         assert!(said.contains("nothing was changed") && said.contains("spile check"), "{said}");
     }
     assert!(fs::read(dir.join(DISK)).unwrap() == before);
+}
+
+#[test]
+fn a_snapshot_that_is_not_applied_takes_nothing_from_the_checkpoints() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    disk(dir);
+    ok(dir, &["internal-snapshot", DISK, "--create", "monday"]);
+    contradict(dir);
+    ok(dir, &["checkpoint", DISK, "c"]);
+    let said = fails(dir, 1, &["internal-snapshot", DISK, "--apply", "monday"]);
+    assert!(said.contains("nothing was changed"), "{said}");
+    let said = json(dir, &["changed", DISK, "--since", "c"]);
+    assert_eq!((said["changed_bytes"].as_u64(), said["warning"].as_str()), (Some(0), None), "{said}");
 }
 
 #[test]

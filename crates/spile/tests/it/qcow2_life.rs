@@ -368,3 +368,18 @@ fn an_image_with_snapshots_inside_it_keeps_its_file_and_its_parent() {
     let inside = fs::read(dir.join("q-inner.qcow2")).unwrap();
     assert!(inside.windows(6).any(|at| at == b"inside"));
 }
+
+#[test]
+fn a_parent_that_cannot_grow_is_refused_before_a_merge_begins() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "old.qcow2", "--size", "8M", "-o", "compat=0.10"]);
+    ok(dir, &["internal-snapshot", "old.qcow2", "--create", "inside"]);
+    ok(dir, &["create", "longer.qcow2", "--parent", "old.qcow2"]);
+    ok(dir, &["resize", "longer.qcow2", "16M"]);
+    let files = || ["old.qcow2", "longer.qcow2"].map(|name| fs::read(dir.join(name)).unwrap());
+    let before = files();
+    let said = fails(dir, 1, &["coalesce", "longer.qcow2"]);
+    assert!(said.contains("old.qcow2") && said.contains("internal-snapshot --delete"), "{said}");
+    assert!(files() == before, "a refused merge has changed an image");
+}

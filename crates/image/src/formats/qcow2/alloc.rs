@@ -46,6 +46,8 @@ pub(super) struct Space {
     pub settled: Vec<Range<u64>>,
     /// As these, but flushes leave them in the file, for new data.
     pub kept: Vec<Range<u64>>,
+    /// So many turns of the grace period bring what is to be kept so.
+    pub turns_to_keep: u8,
     /// Counted, but used by nothing: a write to them failed or was given up, and may still be under way.
     pub lost: Vec<u64>,
     /// How many clusters were given out since the image was opened.

@@ -46,13 +46,17 @@ impl<S: Store> Qcow2<S> {
         if writing.is_sealed() {
             return Ok(());
         }
-        let gone = take_gone(writing);
+        let (gone, is_kept) = take_gone(writing);
         if let Some(data) = &self.data {
             data.sync().await?;
         }
         // After a failed sync what was given up may still be referred to in the file, and stays as it is.
         self.store.sync().await?;
-        writing.space().settled.extend(gone);
+        {
+            let mut space = writing.space();
+            let settled = if is_kept { &mut space.kept } else { &mut space.settled };
+            settled.extend(gone);
+        }
         if writing.is_broken() {
             return Ok(());
         }
@@ -156,12 +160,15 @@ impl<S: Store> Qcow2<S> {
     }
 }
 
-/// What was given up and has no reader any more; a sync that begins now settles it.
-fn take_gone(writing: &Writing) -> Vec<std::ops::Range<u64>> {
+/// What was given up and has no reader any more; a sync that begins now settles it. True when it is to stay in the file then.
+fn take_gone(writing: &Writing) -> (Vec<std::ops::Range<u64>>, bool) {
     let mut space = writing.space();
     if space.waiting.is_none() && !space.fresh.is_empty() {
         space.waiting = Some((writing.grace.turn(), std::mem::take(&mut space.fresh)));
     }
     let is_over = space.waiting.as_ref().is_some_and(|(phase, _)| writing.grace.is_over(*phase));
-    space.waiting.take_if(|_| is_over).map_or_else(Vec::new, |(_, gone)| gone)
+    let Some((_, gone)) = space.waiting.take_if(|_| is_over) else { return (Vec::new(), false) };
+    let is_kept = space.turns_to_keep > 0;
+    space.turns_to_keep = space.turns_to_keep.saturating_sub(1);
+    (gone, is_kept)
 }

@@ -90,10 +90,12 @@ impl<S: Store> Qcow2<S> {
     /// Has flushes keep what was given up, or no longer. What they have kept until then is unused space in the file, which new data take.
     pub(super) fn hold_given_up(&self, writing: &Writing, holds: bool) {
         let held = writing.holds.swap(holds, Ordering::AcqRel);
+        let mut space = writing.space();
+        space.turns_to_keep = 0;
         if held && !holds {
-            let mut space = writing.space();
             let mut settled = std::mem::take(&mut space.settled);
             space.kept.append(&mut settled);
+            space.turns_to_keep = u8::from(space.waiting.is_some()) + u8::from(!space.fresh.is_empty());
         }
     }
 

@@ -49,6 +49,7 @@ use spile_core::{Env, Error, ErrorKind, Extent, Result, Segments, Store, Timer, 
 
 pub use self::dirty::is_dirty;
 
+use self::bitmaps::SeenDirectory;
 use self::clusters::Clusters;
 use self::codec::table::Rules;
 use self::lists::Lists;
@@ -64,7 +65,7 @@ use crate::check::{Lost, Report};
 use crate::create::{NewImage, NewParent};
 use crate::facts::Facts;
 use crate::grace::Reader;
-use crate::inner::{InnerChange, InnerSnapshot};
+use crate::inner::{InnerChange, InnerSnapshot, InnerWatch};
 use crate::layer::{EncodedUnit, Found, GivenBack, Identity, Layer, MapPiece, ParentRef};
 use crate::measure::Space;
 use crate::room::HearRoom;
@@ -126,6 +127,7 @@ pub struct Qcow2<S> {
     map: Map,
     clusters: Clusters,
     lists: Lists,
+    seen_directory: SeenDirectory,
     via: Via,
     /// `None` when the image is open for reading only.
     writing: Option<Writing>,
@@ -270,6 +272,10 @@ impl<S: Store> Layer<S> for Qcow2<S> {
         self.grow(size_bytes).await
     }
 
+    fn check_resize(&self, size_bytes: u64) -> Result<()> {
+        self.check_new_size(&self.now.head().header, size_bytes)
+    }
+
     async fn resize_unused(&self, size_bytes: u64) -> Result<()> {
         self.resize_alone(size_bytes).await
     }
@@ -282,8 +288,8 @@ impl<S: Store> Layer<S> for Qcow2<S> {
         self.list_inner().await
     }
 
-    async fn change_inner_unused(&self, change: &InnerChange) -> Result<InnerSnapshot> {
-        Box::pin(self.change_inner_alone(change)).await
+    async fn change_inner_unused(&self, change: &InnerChange, watch: &dyn InnerWatch) -> Result<InnerSnapshot> {
+        Box::pin(self.change_inner_alone(change, watch)).await
     }
 
     async fn bitmaps(&self) -> Result<Option<Vec<InnerBitmap>>> {

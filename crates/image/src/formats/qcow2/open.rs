@@ -7,6 +7,7 @@
 
 use spile_core::{Error, ErrorKind, Result, ResultExt, Segments, Store, StoreOffset, Via};
 
+use super::bitmaps::SeenDirectory;
 use super::clusters::Clusters;
 use super::codec::extension::{Extensions, feature_names_of};
 use super::codec::header::{Encryption, Header, feature};
@@ -54,7 +55,8 @@ pub(super) async fn open<S: Store>(store: S, how: OpenLayer) -> Result<Qcow2<S>>
     let clusters = Clusters::new(head.header.compression(), head.header.cluster_bits);
     let via = via(&store, &head.header, writing.is_some());
     let now = Now::new(head.clone());
-    Ok(Qcow2 { store, data: None, head, now, rules, map, clusters, lists, via, writing })
+    let seen_directory = SeenDirectory::default();
+    Ok(Qcow2 { store, data: None, head, now, rules, map, clusters, lists, seen_directory, via, writing })
 }
 
 /// Data in `store` can be reached directly where whole clusters and the whole disk are aligned for it. In an image that is written,

@@ -79,7 +79,7 @@ impl<S: Store> Qcow2<S> {
         let _one = writing.resizing.lock().await;
         writing.check(&self.store)?;
         let old = self.now.head().header.clone();
-        check_size(&old, size_bytes).and_then(|()| self.check_growth(&old, size_bytes)).at_path(self.store.path())?;
+        self.check_new_size(&old, size_bytes)?;
         if size_bytes == old.size_bytes {
             return Ok(());
         }
@@ -114,6 +114,11 @@ impl<S: Store> Qcow2<S> {
         self.write_size(&new).await?;
         self.tell_size(&new);
         Ok(())
+    }
+
+    /// Refuses what the image of the header `old` does not become while it is in use.
+    pub(super) fn check_new_size(&self, old: &Header, size_bytes: u64) -> Result<()> {
+        check_size(old, size_bytes).and_then(|()| self.check_growth(old, size_bytes)).at_path(self.store.path())
     }
 
     fn check_growth(&self, old: &Header, size_bytes: u64) -> Result<()> {

@@ -39,6 +39,14 @@ pub(super) enum Found {
     Sound(Box<Directory>),
 }
 
+impl Found {
+    /// The directory, and the number of the bitmap `name` in it.
+    pub fn bitmap(&self, name: &str) -> Option<(&Directory, usize)> {
+        let Self::Sound(directory) = self else { return None };
+        directory.find(name).map(|number| (&**directory, number))
+    }
+}
+
 impl Directory {
     /// The directory of the image in `store`.
     ///

@@ -2,8 +2,8 @@
 //!
 //! # Order of writes
 //!
-//! 1. Before the first change of the image, each bitmap that must note all changes is in use, durably: from then on no program
-//!    believes its bits. The directory is changed in place; the bit of the header that calls bitmaps consistent stays set.
+//! 1. Before the first change of the image, and at once where its bits lack what is known to have changed, each bitmap that must note all changes is in use,
+//!    durably: from then on no program believes its bits. The directory is changed in place; the bit of the header that calls bitmaps consistent stays set.
 //! 2. When the image is sealed, the bits of those that somebody keeps up are written to clusters that nothing refers to, with new tables and a
 //!    new directory, in which these bitmaps are not in use. Then a sync.
 //! 3. The header names the new directory: by one field that is in one sector. Then a sync.
@@ -22,7 +22,9 @@ mod save;
 
 use std::collections::HashSet;
 use std::ops::Range;
+use std::sync::Arc;
 
+use async_lock::OnceCell;
 use spile_core::{Error, ErrorKind, Extent, Result, ResultExt, Segments, Store, StoreOffset, Via};
 
 use self::directory::{Directory, Found, clusters_of, must_note, table_part};
@@ -47,10 +49,24 @@ const MOST_RANGES: usize = 16 << 10;
 /// So many entries of a table without ranges are gone through for one answer.
 const MOST_ENTRIES: usize = 1 << 12;
 
+/// The directory of an image that is open for reading only, once somebody has asked for it: nobody changes it meanwhile, and a map of changed blocks takes many
+/// questions.
+#[derive(Default)]
+pub(super) struct SeenDirectory(OnceCell<Arc<Found>>);
+
 impl<S: Store> Qcow2<S> {
+    /// The directory as the file has it.
+    async fn directory(&self) -> Result<Arc<Found>> {
+        let read = async || Directory::read(&self.store).await.map(Arc::new);
+        match self.writing {
+            Some(_) => read().await,
+            None => self.seen_directory.0.get_or_try_init(read).await.cloned(),
+        }
+    }
+
     /// The bitmaps of the image; `None` where they are not consistent.
     pub(super) async fn list_bitmaps(&self) -> Result<Option<Vec<InnerBitmap>>> {
-        Ok(match Directory::read(&self.store).await? {
+        Ok(match &*self.directory().await? {
             Found::None => Some(Vec::new()),
             Found::Unsound => None,
             Found::Sound(directory) => {
@@ -65,7 +81,10 @@ impl<S: Store> Qcow2<S> {
 
     /// What is set in the bitmap `name`, from the start of `asked` on.
     pub(super) async fn read_bitmap_part(&self, name: &str, asked: Range<u64>) -> Result<BitmapPart> {
-        let (directory, number) = self.find_bitmap(name).await?;
+        let found = self.directory().await?;
+        let (directory, number) = found.bitmap(name).ok_or_else(|| {
+            Error::new(ErrorKind::NotFound, format!("the image has no bitmap {name:?}")).at_path(self.store.path())
+        })?;
         let (head, bitmap) = (&directory.head, &directory.entries[number].0);
         let (size, span) = (head.header.size_bytes, self.entry_span(bitmap));
         let first = asked.start / span;
@@ -92,15 +111,6 @@ impl<S: Store> Qcow2<S> {
         Ok(part)
     }
 
-    async fn find_bitmap(&self, name: &str) -> Result<(Box<Directory>, usize)> {
-        if let Found::Sound(directory) = Directory::read(&self.store).await?
-            && let Some(number) = directory.find(name)
-        {
-            return Ok((directory, number));
-        }
-        Err(Error::new(ErrorKind::NotFound, format!("the image has no bitmap {name:?}")).at_path(self.store.path()))
-    }
-
     /// The bytes of the disk that one entry of a bitmap's table is for.
     fn entry_span(&self, bitmap: &Bitmap) -> u64 {
         (self.head.header.cluster_bytes() * 8).saturating_mul(1 << bitmap.granularity_bits)
@@ -108,7 +118,17 @@ impl<S: Store> Qcow2<S> {
 
     /// Notes who keeps up which bitmaps, in the place of who did so before. Nobody does where the clusters of any bitmap are not its own alone, for space that
     /// something else uses would be freed.
-    pub(super) async fn keep_sound_bitmaps(&self, mut kept: KeptBitmaps) -> Result<Vec<String>> {
+    pub(super) async fn keep_sound_bitmaps(&self, kept: KeptBitmaps) -> Result<Vec<String>> {
+        let is_behind = kept.is_behind;
+        let names = self.note_kept(kept).await?;
+        if is_behind {
+            // Bitmaps are in use from here on, those too that nobody keeps up.
+            self.writing().await?;
+        }
+        Ok(names)
+    }
+
+    async fn note_kept(&self, mut kept: KeptBitmaps) -> Result<Vec<String>> {
         let writing = self.writing.as_ref().ok_or_else(|| self.read_only_error())?;
         let mut slot = writing.bitmaps.lock().await;
         *slot = None;

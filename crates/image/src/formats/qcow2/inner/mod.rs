@@ -19,7 +19,7 @@
 //!
 //! 1. COPIED is cleared in the tables of the snapshot.
 //! 2. All that its L1 table names is counted once more. A copy of that table, as long as the disk's size then needs, is written.
-//! 3. One write of the header names the copy as the active table, with its length and the disk's size.
+//! 3. Whoever notes what changes of the disk is told that all of it does. One write of the header names the copy as the active table, with its length and the disk's size.
 //! 4. All that the old active table names is counted once less, and the old table is free. COPIED stays clear: all is shared with the
 //!    snapshot.
 //!
@@ -53,7 +53,7 @@ use super::lists::all_snapshots;
 use super::open::read_l1;
 use super::resize::{SIZE_AT, fields};
 use super::writing::Writing;
-use crate::inner::{InnerChange, InnerSnapshot, Which};
+use crate::inner::{InnerChange, InnerSnapshot, InnerWatch, Which};
 use crate::layer::Layer as _;
 
 /// All sizes of disks are multiples of it.
@@ -76,7 +76,11 @@ impl<S: Store> Qcow2<S> {
     }
 
     /// Makes, applies or deletes a snapshot, and seals the image. Returns the snapshot.
-    pub(super) async fn change_inner_alone(&self, change: &InnerChange) -> Result<InnerSnapshot> {
+    pub(super) async fn change_inner_alone(
+        &self,
+        change: &InnerChange,
+        watch: &dyn InnerWatch,
+    ) -> Result<InnerSnapshot> {
         if self.has_data_file() {
             let error = self.unsupported("an image with an external data file has no snapshots inside it");
             return Err(error.hint("a snapshot that is an image of its own: spile snapshot"));
@@ -84,7 +88,7 @@ impl<S: Store> Qcow2<S> {
         let all = self.inner_entries().await?;
         let changed = match change {
             InnerChange::Create { name, now_unix_s } => self.make_inner(&all, name, *now_unix_s).await,
-            InnerChange::Apply(which) => self.apply_inner(&all, which).await,
+            InnerChange::Apply(which) => self.apply_inner(&all, which, watch).await,
             InnerChange::Delete(which) => self.delete_inner(&all, which).await,
         };
         let snapshot = changed.at_path(self.store.path())?;
@@ -113,7 +117,7 @@ impl<S: Store> Qcow2<S> {
         Ok(made)
     }
 
-    async fn apply_inner(&self, all: &[Snapshot], which: &Which) -> Result<Snapshot> {
+    async fn apply_inner(&self, all: &[Snapshot], which: &Which, watch: &dyn InnerWatch) -> Result<Snapshot> {
         let snapshot = &all[which.find(&list::told_all(all))?];
         let head = self.now.head();
         let old = &head.header;
@@ -124,7 +128,6 @@ impl<S: Store> Qcow2<S> {
         self.refuse_contradictions().await?;
         refuse_full(&self.store, snapshot.l1_offset, shared as u32).await?;
         let writing = self.writing().await?;
-        self.use_bitmaps_of_other_size(writing, new.size_bytes).await?;
         let mut l1 = read_l1(&self.store, snapshot.l1_offset, shared, shared).await?;
         let room = self.take_room(writing, l1_clusters(&new, needed)).await?;
         new.l1_offset = self.start_of_room(room.start, room.end - room.start);
@@ -135,6 +138,9 @@ impl<S: Store> Qcow2<S> {
         l1.resize(needed as usize, 0);
         write(&self.store, new.l1_offset, &encode(&l1)).await?;
         self.store.sync().await?;
+        // Whoever is refused until here has lost nothing.
+        self.use_bitmaps_of_other_size(writing, new.size_bytes).await?;
+        watch.before_apply().await?;
         self.name_durably(writing, SIZE_AT, &fields(&new)).await?;
         self.give_up_tree(writing, old.l1_offset, old.l1_entries).await.map_err(done_but)?;
         Ok(snapshot.clone())
