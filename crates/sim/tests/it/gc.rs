@@ -56,7 +56,7 @@ fn a_folder_that_is_asked_before_the_lock_is_found() {
 
 #[test]
 fn a_clone_beside_the_beginning_of_a_merge_is_found() {
-    bites(Broken::CloneBesideMerge, 53, "does not open");
+    bites(Broken::CloneBesideMerge, 240, "does not open");
 }
 
 #[test]

@@ -78,7 +78,7 @@ fn a_parent_that_gets_its_name_before_it_is_durable_is_found() {
 
 #[test]
 fn a_host_that_does_not_know_that_it_may_have_the_disk_is_found() {
-    bites(Broken::Move(BrokenMove::NotTold), 29, "no disk at all");
+    bites(Broken::Move(BrokenMove::NotTold), 151, "no disk at all");
 }
 
 #[test]

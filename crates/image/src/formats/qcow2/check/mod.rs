@@ -260,7 +260,9 @@ impl<S: Store> Walk<'_, S> {
             if first < pass.window.end() && pass.window.first < first + per_block {
                 let rest = self.cluster_bytes().min(self.store.len_bytes() - offset);
                 let block = read(self.store, offset, rest).await?;
-                for index in 0..(rest * 8) >> order {
+                // A block of a small image is mostly of clusters that lie past its end.
+                let (start, end) = (pass.window.first.saturating_sub(first), pass.window.end() - first);
+                for index in start..end.min((rest * 8) >> order) {
                     breathe(index).await;
                     pass.window.store(first + index, refcount::get(&block, order, index));
                 }
