@@ -52,7 +52,7 @@ impl Family {
             }
             let Some(format) = may_have_parent(path) else { continue };
             match named_files(tools.asking, path, format).await {
-                Ok(files) if holds_data(tools.asking, path, &files, paths).await => {}
+                Ok(files) if files.is_empty() || holds_data(tools.asking, path, paths).await => {}
                 Ok(files) => {
                     for parent in files {
                         let children = family.children.entry(parent).or_default();
@@ -71,7 +71,7 @@ impl Family {
 
     async fn note_claims<F: Files>(&mut self, tools: &Tools<'_, F>, path: &Path, all: &[PathBuf]) {
         match named_files(tools.asking, path, Format::Qcow2).await {
-            Ok(parents) if holds_data(tools.asking, path, &parents, all).await => {}
+            Ok(parents) if parents.is_empty() || holds_data(tools.asking, path, all).await => {}
             Ok(parents) => {
                 let others = parents.into_iter().filter(|parent| parent != path);
                 self.claims.extend(others.map(|parent| (parent, path.to_owned())));
@@ -110,11 +110,11 @@ pub fn may_have_parent(path: &Path) -> Option<Format> {
     named.or(is_unnamed.then_some(Format::Qcow2)).filter(|format| format.about().has_parents)
 }
 
-/// True when the file at `path`, which says that it needs the files `named`, says nothing: it holds the data of an image among `images`, so its guest has written
+/// True when the file at `path`, which says that it needs other files, says nothing: it holds the data of an image among `images`, so its guest has written
 /// that. An image is believed by its name alone: what has another name may be a guest's work itself.
-pub async fn holds_data<F: Files>(asking: &F, path: &Path, named: &[PathBuf], images: &[PathBuf]) -> bool {
+pub async fn holds_data<F: Files>(asking: &F, path: &Path, images: &[PathBuf]) -> bool {
     let names_format = |path: &Path| names::format_of(path).filter(|format| format.about().has_parents);
-    if named.is_empty() || names_format(path).is_some() {
+    if names_format(path).is_some() {
         return false;
     }
     let Ok(path) = asking.canonical(path).await else { return false };

@@ -277,7 +277,7 @@ impl<F: Files> Work<'_, F> {
                 continue;
             }
             if self.is_child(&neighbour, &path, identity).await?
-                && !holds_data(self.asking, &neighbour, std::slice::from_ref(&path), neighbours).await
+                && !holds_data(self.asking, &neighbour, neighbours).await
             {
                 found.push(neighbour);
             }

@@ -216,6 +216,12 @@ async fn fleece_of(disk: &Path) -> AnyStore {
     fleece(&OsFiles::new(CacheMode::Page), disk, None, SIZE).await.unwrap()
 }
 
+/// A backup that begins at once, of a disk that has no requests under way.
+async fn begin_in<S: Store>(node: &Arc<Node<Memory>>, fleece: S, around: &Around) -> Point<S> {
+    let subject = Subject { node, fleece, limit_bytes: u64::MAX, room: any_room() };
+    begin(vec![subject], around).await.unwrap().pop().unwrap().0
+}
+
 async fn begin_one<S: Store>(node: &Arc<Node<Memory>>, fleece: S, limit_bytes: u64) -> Point<S> {
     let subject = Subject { node, fleece, limit_bytes, room: any_room() };
     let (point, before) = begin(vec![subject], &around(OsEnv)).await.unwrap().pop().unwrap();
@@ -325,9 +331,8 @@ fn what_was_saved_waits_in_memory_for_the_fleece() {
         let node = Arc::new(Node::new(Memory::filled(1)));
         let holds = Arc::new(Holds { writes: AtomicBool::new(true), ..Holds::default() });
         let fleece = Held { inner: fleece_of(&disk).await, holds: holds.clone() };
-        let subject = Subject { node: &node, fleece, limit_bytes: u64::MAX, room: any_room() };
         let around = Around { most_kept_bytes: 8 * UNIT_BYTES, ..around(OsEnv) };
-        let (point, _) = begin(vec![subject], &around).await.unwrap().pop().unwrap();
+        let point = begin_in(&node, fleece, &around).await;
         for unit in [3, 40, 5, 6, 7, 20, 21] {
             write(&node, unit * UNIT_BYTES + 512, 512, 2).await;
         }
@@ -356,9 +361,8 @@ fn what_was_saved_waits_in_memory_for_the_fleece() {
 fn writes_that_follow_each_other_have_more_saved_at_once() {
     on_host(|disk| async move {
         let node = Arc::new(Node::new(Memory::filled(1)));
-        let subject = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX, room: any_room() };
         let around = Around { unit_bytes: None, ..around(OsEnv) };
-        let (point, _) = begin(vec![subject], &around).await.unwrap().pop().unwrap();
+        let point = begin_in(&node, fleece_of(&disk).await, &around).await;
         let reads = || async { node.graph().await.reads.load(SeqCst) };
         for place in [5, 100, 300] {
             write(&node, place << 12, 4096, 2).await;
@@ -523,8 +527,7 @@ fn a_copy_that_has_failed_waits_for_no_rate() {
 fn a_save_that_takes_too_long_fails_the_backup_and_no_request() {
     on_host(|disk| async move {
         let node = Arc::new(Node::new(Memory::filled(1)));
-        let subject = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX, room: any_room() };
-        let (point, _) = begin(vec![subject], &around(Impatient)).await.unwrap().pop().unwrap();
+        let point = begin_in(&node, fleece_of(&disk).await, &around(Impatient)).await;
         write(&node, 0, 512, 2).await;
         assert_eq!(point.check().unwrap_err().kind(), ErrorKind::TimedOut);
         point.end().await;
@@ -546,8 +549,7 @@ impl Timer for Counted {
 fn a_large_request_has_new_time_whenever_some_of_it_is_saved() {
     on_host(|disk| async move {
         let (node, timer) = (Arc::new(Node::new(Memory::filled(1))), Counted::default());
-        let subject = Subject { node: &node, fleece: fleece_of(&disk).await, limit_bytes: u64::MAX, room: any_room() };
-        let (point, _) = begin(vec![subject], &around(timer.clone())).await.unwrap().pop().unwrap();
+        let point = begin_in(&node, fleece_of(&disk).await, &around(timer.clone())).await;
         write(&node, 0, SIZE, 2).await;
         let saves = node.graph().await.reads.load(SeqCst);
         assert!(saves >= 4 && timer.0.load(SeqCst) > 1, "{saves} saves");

@@ -175,17 +175,17 @@ async fn asked_beside(beside: &Path, path: &Path, identity: Option<Identity>, mo
     let Neighbours { images, are_all } = looked;
     let (files, end) = (OsFiles::new(CacheMode::Page).without_locks(true), Instant::now() + PATIENCE);
     let mut found = Vec::new();
-    let (this, all) = ([path.to_owned()], [&images[..], &[path.to_owned()]].concat());
-    for other in images {
+    for other in &images {
         if Instant::now() > end {
             return (found, false);
         }
         // An image that cannot be read cannot be used as a child either.
-        let Some(format) = may_have_parent(&other) else { continue };
-        if is_child_of(&files, &other, format, path, identity).await.unwrap_or(false)
-            && !holds_data(&files, &other, &this, &all).await
+        let Some(format) = may_have_parent(other) else { continue };
+        if is_child_of(&files, other, format, path, identity).await.unwrap_or(false)
+            && !holds_data(&files, other, &images).await
+            && !holds_data(&files, other, &[path.to_owned()]).await
         {
-            found.push(other);
+            found.push(other.clone());
         }
         if found.len() >= most {
             break;

@@ -294,7 +294,7 @@ impl<S: Store, G: Disk> Saver<S, G> {
             }
             match written {
                 Ok(()) if is_kept => {}
-                Ok(()) => self.is_saved(&mut state, &units),
+                Ok(()) => self.note_saved(&mut state, &units),
                 // One that has ended cannot fail.
                 Err(_) if self.is_over.load(Ordering::SeqCst) => {}
                 Err(error) => {
@@ -333,6 +333,7 @@ impl<S: Store, G: Disk> Saver<S, G> {
         self.slice_of(units, bytes, &(unit..unit + 1))
     }
 
+    /// The units `part` in the `bytes` of `units`.
     fn slice_of(&self, units: &Range<u64>, bytes: &Segments, part: &Range<u64>) -> Segments {
         let place = |unit: u64| ((unit - units.start) * self.unit_bytes) as usize;
         bytes.slice(place(part.start)..place(part.end))
@@ -346,7 +347,7 @@ impl<S: Store, G: Disk> Saver<S, G> {
         if is_kept {
             state.kept_bytes = kept_bytes;
             state.kept.insert(units.start, Kept { units: units.clone(), bytes: bytes.clone() });
-            self.is_saved(&mut state, units);
+            self.note_saved(&mut state, units);
             state.saving.retain(|saving| saving != units);
         }
         drop(state);
@@ -354,8 +355,8 @@ impl<S: Store, G: Disk> Saver<S, G> {
         is_kept
     }
 
-    /// Requests may change `units` from now on.
-    fn is_saved(&self, state: &mut State, units: &Range<u64>) {
+    /// `units` are saved: requests may change them from now on.
+    fn note_saved(&self, state: &mut State, units: &Range<u64>) {
         // The backup may have read some meanwhile.
         let unread = units.clone().filter(|unit| !self.clear.all_set(*unit..unit + 1));
         runs(unread).into_iter().for_each(|run| state.saved.set(run));
@@ -414,7 +415,7 @@ impl<S: Store, G: Disk> Saver<S, G> {
     /// fleece is free.
     pub async fn take(&self, extent: Extent, read: &Segments) -> Result<()> {
         let units = self.units_of(extent);
-        let mut in_memory = Vec::new();
+        let (mut in_memory, mut in_fleece) = (Vec::new(), Vec::new());
         let (saved, held): (Vec<_>, Vec<_>) = {
             let state = self.state();
             // A unit that is being saved was not changed yet: what was read is right.
@@ -423,9 +424,11 @@ impl<S: Store, G: Disk> Saver<S, G> {
                 _ => state.saved.ones_in(units.clone()).collect(),
             };
             let held: Vec<_> = saved.iter().copied().filter(|unit| state.held.all_set(*unit..unit + 1)).collect();
-            for &unit in held.iter().filter(|_| self.broken != Broken::FleeceTooEarly) {
-                let kept = state.kept(unit);
-                in_memory.extend(kept.map(|kept| (unit, self.unit_in(&kept.units, &kept.bytes, unit))));
+            for &unit in &held {
+                match state.kept(unit).filter(|_| self.broken != Broken::FleeceTooEarly) {
+                    Some(kept) => in_memory.push((unit, self.unit_in(&kept.units, &kept.bytes, unit))),
+                    None => in_fleece.push(unit),
+                }
             }
             self.clear.set(units.clone());
             (saved, held)
@@ -438,9 +441,7 @@ impl<S: Store, G: Disk> Saver<S, G> {
         };
         runs(saved.into_iter()).iter().for_each(|run| into(run).fill(0));
         let copy = |run: &Range<u64>, bytes: &Segments| into(run).copy_from(&bytes.slice(0..into(run).len()));
-        let written =
-            held.iter().copied().filter(|unit| in_memory.binary_search_by_key(unit, |(kept, _)| *kept).is_err());
-        for run in runs(written) {
+        for run in runs(in_fleece.into_iter()) {
             let whole = Segments::zeroed(self.bytes_of(&run) as usize);
             let fleece = self.fleece.read().await;
             let fleece = fleece.as_ref().ok_or_else(ended)?;

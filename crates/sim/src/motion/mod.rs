@@ -120,6 +120,12 @@ summary! {
     }
 }
 
+/// Small pieces. Blocks are as those of large disks, so that what is copied at once holds what several clients change.
+pub(crate) fn sizes(rng: &mut Rng) -> Sizes {
+    let piece_bytes = 4096 << rng.below(5);
+    Sizes { batch_bytes: 1 << 20, piece_bytes, marked_bytes: Some(piece_bytes), ..Sizes::default() }
+}
+
 /// Runs one seed.
 ///
 /// # Errors
@@ -139,10 +145,7 @@ pub fn run_motion(seed: u64, broken: Broken, trace: bool) -> Result<MotionSummar
     if trace {
         world.keep_trace();
     }
-    let piece_bytes = 4096 << rng.below(5);
-    // Blocks as those of large disks, so that what is copied holds what several clients change.
-    let sizes = Sizes { batch_bytes: 1 << 20, piece_bytes, marked_bytes: Some(piece_bytes), ..Sizes::default() };
-    let sizes = Sizes { noted_bytes: Rng::new(seed).split(82).below(16) << 12, ..sizes };
+    let sizes = Sizes { noted_bytes: Rng::new(seed).split(82).below(16) << 12, ..sizes(&mut rng) };
     let tracked = match broken {
         Broken::CarriedLate => changes::Broken::CarriedLate,
         _ => changes::Broken::Nothing,

@@ -233,9 +233,7 @@ pub fn run_receive(seed: u64, broken: Broken, trace: bool) -> Result<ReceiveSumm
         there.keep_trace();
     }
     let tracking = tracking(here.clone(), is_tracked(seed));
-    let piece_bytes = 4096 << rng.below(5);
-    // Blocks as those of large disks, so that what is copied holds what several clients change.
-    let sizes = Sizes { batch_bytes: 1 << 20, piece_bytes, marked_bytes: Some(piece_bytes), ..Sizes::default() };
+    let sizes = crate::motion::sizes(&mut rng);
     // Drawn beside all else: a seed without parents does what it did before there were any.
     let mut qcow2_rng = Rng::new(seed).split(94);
     let is_qcow2 = qcow2::is_drawn(seed) && qcow2_rng.chance(2, 3);

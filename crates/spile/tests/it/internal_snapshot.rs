@@ -90,8 +90,10 @@ fn what_is_refused_says_why_and_changes_nothing() {
     ok(dir, &["internal-snapshot", DISK, "--apply", "monday", "--write-parent"]);
 }
 
-/// The only snapshot's L1 table lies where the disk's is.
-fn contradict(dir: &Path) {
+/// A disk whose only snapshot, `monday`, has its L1 table where the disk's is.
+fn contradicting_disk(dir: &Path) {
+    disk(dir);
+    ok(dir, &["internal-snapshot", DISK, "--create", "monday"]);
     let file = File::options().read(true).write(true).open(dir.join(DISK)).unwrap();
     let field = |at: u64| {
         let mut bytes = [0; 8];
@@ -105,9 +107,7 @@ fn contradict(dir: &Path) {
 fn an_image_that_contradicts_itself_is_left_as_it_is() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    disk(dir);
-    ok(dir, &["internal-snapshot", DISK, "--create", "monday"]);
-    contradict(dir);
+    contradicting_disk(dir);
     let before = fs::read(dir.join(DISK)).unwrap();
     for change in ["--create", "--apply", "--delete"] {
         let name = if change == "--create" { "x" } else { "monday" };
@@ -121,9 +121,7 @@ fn an_image_that_contradicts_itself_is_left_as_it_is() {
 fn a_snapshot_that_is_not_applied_takes_nothing_from_the_checkpoints() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    disk(dir);
-    ok(dir, &["internal-snapshot", DISK, "--create", "monday"]);
-    contradict(dir);
+    contradicting_disk(dir);
     ok(dir, &["checkpoint", DISK, "c"]);
     let said = fails(dir, 1, &["internal-snapshot", DISK, "--apply", "monday"]);
     assert!(said.contains("nothing was changed"), "{said}");

@@ -178,6 +178,11 @@ pub fn run(parameters: &Parameters, mut progress: impl FnMut(&str, f64)) -> Resu
     Ok(Outcome { experiment: "promises".to_owned(), host, parameters: parameters.clone(), rows })
 }
 
+/// Makes the folder at `path`.
+fn make(path: &Path) -> Result<()> {
+    std::fs::create_dir(path).map_err(|e| Error::io("make the folder", e)).at_path(path)
+}
+
 /// What a round of a line has shown.
 type Seen = Vec<(Figure, f64)>;
 
@@ -213,7 +218,7 @@ impl World<'_> {
     }
 
     fn make_folder(&self) -> Result<()> {
-        std::fs::create_dir(&self.images).map_err(|e| Error::io("make the folder", e)).at_path(&self.images)
+        make(&self.images)
     }
 
     fn remove_folder(&self) -> Result<()> {
@@ -234,9 +239,8 @@ impl World<'_> {
     /// The folders of this host and of the other one.
     fn hosts(&self) -> Result<(PathBuf, PathBuf)> {
         let (here, there) = (self.images.join("here"), self.there.clone());
-        for path in [&here, &there] {
-            std::fs::create_dir(path).map_err(|e| Error::io("make the folder", e)).at_path(path)?;
-        }
+        make(&here)?;
+        make(&there)?;
         Ok((here, there))
     }
 
