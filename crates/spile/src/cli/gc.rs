@@ -323,12 +323,12 @@ fn work_on(disk: &Path, how: How, ending: &Ending) -> Option<Trouble> {
 
 /// Has the server of a disk merge it into its deleted parents, one after the other, and its other images into theirs.
 fn by_server(disk: &Path, server: &Path, name: &str, rate: Option<u64>, ending: &Ending) -> Result<()> {
-    if let Some(left) = left_merge(disk, server, name)? {
-        let job = merge_by(server, name, disk, &left, rate)?;
+    if let Some((next, running)) = begun_merge(disk, server, name)? {
+        let job = running.map_or_else(|| merge_by(server, name, disk, &next, rate), Ok)?;
         if !follow(server, job, disk, ending)? {
             return Ok(());
         }
-        on_engine(move || async move { Host::new().tidy(&left.parent).await })?;
+        on_engine(move || async move { Host::new().tidy(&next.parent).await })?;
     }
     let (mut left_out, mut in_use) = (Vec::new(), Ok(()));
     loop {
@@ -371,13 +371,25 @@ fn merge_by(server: &Path, name: &str, disk: &Path, next: &Next, rate: Option<u6
     typed(call(server, "POST", "/v1/jobs", Some(&order), CHANGE_PATIENCE)?)
 }
 
-/// The merge that the server of the disk `name` has begun and given up when the disk had the child no more: the parent is to take its name still.
-fn left_merge(disk: &Path, server: &Path, name: &str) -> Result<Option<Next>> {
-    let at = disk.to_owned();
-    let left = on_engine(move || async move { Note::look(Host::new().tools().asking, &at).await })?;
-    let Some(Note { plan: Plan::Coalesce(merged), .. }) = left else { return Ok(None) };
-    let is_given_up = merged.keeps_name && running(server, name, &merged.path)?.is_none();
-    Ok(is_given_up.then_some(Next { child: merged.path, parent: merged.parent }))
+/// The merge of which the disk has a note, and the job of its server that works on it. There is none when the server has given the merge up, since the disk
+/// had the child no more: the parent is to take its name still.
+fn begun_merge(disk: &Path, server: &Path, name: &str) -> Result<Option<(Next, Option<Job>)>> {
+    let noted = || -> Result<Option<Next>> {
+        let at = disk.to_owned();
+        let left = on_engine(move || async move { Note::look(Host::new().tools().asking, &at).await })?;
+        Ok(match left {
+            Some(Note { plan: Plan::Coalesce(merged), .. }) if merged.keeps_name => {
+                Some(Next { child: merged.path, parent: merged.parent })
+            }
+            _ => None,
+        })
+    };
+    let Some(next) = noted()? else { return Ok(None) };
+    if let Some(job) = running(server, name, &next.child)? {
+        return Ok(Some((next, Some(job))));
+    }
+    // The job may have ended since the note was read. It removes the note before it is done.
+    Ok(noted()?.map(|left| (left, None)))
 }
 
 /// The merge of the layer at `child` of the disk `name` that its server has begun and not ended.
