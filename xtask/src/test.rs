@@ -114,7 +114,7 @@ fn rust_tests() -> Result<Vec<Stage>> {
     let unit = if shell::on_path("cargo-nextest") {
         let mut command = cargo(&["nextest", "run", "--workspace", "--success-output=immediate"]);
         // Many tests wait most of their time: for a limit, a hang, a kill.
-        let at_a_time = bench::server::core_count() * 3 / 2;
+        let at_a_time = bench::server::core_count() * 2;
         command.args(["--color=never", "--no-tests=pass"]).arg(format!("--test-threads={at_a_time}"));
         Stage { name: "unit", command, reader: Reader::Nextest }
     } else {

@@ -4,6 +4,7 @@
 //! the children have got. The plain copy has as many bytes as there are to be moved.
 
 use super::super::Plan;
+use super::super::images::{fill, forget};
 use super::{Side, Task, World, measure};
 use crate::{Result, shell};
 use serde_json::Value;
@@ -54,7 +55,7 @@ fn flatten() -> Task {
 fn copied(name: &'static str) -> Side {
     Side::new(
         "plain copy",
-        |world| put(world, &[]),
+        move |world| put(world, &[]).and_then(|()| forget(&world.path(MASTERS).join(name))),
         move |world| {
             let mut command = Command::new("dd");
             command.args(["bs=1M", "conv=fsync"]);
@@ -90,7 +91,7 @@ pub fn make(world: &mut World) -> Result<()> {
     let masters = world.path(MASTERS);
     std::fs::create_dir_all(&masters).map_err(|error| format!("{}: {error}", masters.display()))?;
     let at = |name: &str| masters.join(name);
-    super::super::images::fill(&at("full.raw"), world.size_bytes)?;
+    fill(&at("full.raw"), world.size_bytes)?;
     let mut convert = world.spile(&["convert"]);
     convert.arg(at("full.raw")).arg(at(SPILE[0]));
     world.run(convert)?;
@@ -121,7 +122,8 @@ fn write(world: &World) -> Result<()> {
     world.run(load)
 }
 
-/// Puts these images where the command finds them, durably, and removes what commands before have left: no command pays for that.
+/// Puts these images where the command finds them, durably and out of the page cache, and removes what commands before have left: no command pays for that, and
+/// none finds in memory what disks that are in use for days do not have there.
 pub fn put(world: &World, names: &[&str]) -> Result<()> {
     for name in [SPILE[0], SPILE[1], QEMU[0], QEMU[1], "copy"] {
         let _ = std::fs::remove_file(world.path(name));
@@ -131,5 +133,6 @@ pub fn put(world: &World, names: &[&str]) -> Result<()> {
         copy.arg("--sparse=always").arg(world.path(MASTERS).join(name)).arg(world.path(name));
         world.run(copy)?;
     }
-    world.run(Command::new("sync"))
+    world.run(Command::new("sync"))?;
+    names.iter().try_for_each(|name| forget(&world.path(name)))
 }
