@@ -156,7 +156,8 @@ impl Host {
                 let fine = fine || had_trouble && !has_begun;
                 let fine = fine || had_trouble && self.has_only_asked(&job, &error);
                 // Where it came from, its old parents have their names, and no move has brought them.
-                let is_taken = error.kind() == ErrorKind::Exists && error.to_string().contains("not come here as a parent");
+                let is_taken =
+                    error.kind() == ErrorKind::Exists && error.to_string().contains("not come here as a parent");
                 let fine = fine || *keeps_chain && is_taken && self.at.starts_with(FOLDER);
                 // A copy got its name, and the process ended before it was told.
                 let is_whole_copy = *stays && self.there.has_disk(&self.there.at(&name));
@@ -189,7 +190,9 @@ impl Host {
     /// The other host was only asked what has become of the old image there when the job failed with `error`: as any move to a host that does not answer.
     fn has_only_asked(&self, job: &Job, error: &Error) -> bool {
         let is_way_back = self.at.starts_with(FOLDER);
-        let is_trouble = error.kind() == ErrorKind::TimedOut || error.to_string().contains("connection");
+        let said = error.to_string();
+        let is_trouble =
+            error.kind() == ErrorKind::TimedOut || said.contains("connection") || said.contains("nobody listens");
         is_way_back && is_trouble && job.report().done_bytes == 0
     }
 
