@@ -191,10 +191,6 @@ pub(super) async fn take_there<F: Files>(
     let (Some(id), Some(marks), Format::Raw, false) = (plan.id, work.marks, plan.format, plan.stays) else {
         return Ok(None);
     };
-    // An old image that this host may have taken up, or not, is no empty child of the parents that are sent.
-    if place.sends_parents() {
-        return Ok(None);
-    }
     for name in marks.names().await? {
         let Some(of) = name.strip_prefix(BACK_THERE).and_then(from_hex).map(Identity) else { continue };
         if marks.changed(&name, 0..0).await?.is_none() {
@@ -205,11 +201,15 @@ pub(super) async fn take_there<F: Files>(
         if !is_given_back(work, &order, status).await? {
             continue;
         }
-        // From now on that is a half of this move, which is dropped when the move fails, or filled from its begin.
+        // From now on that is a half of this move, which is dropped when the move fails, or filled from its begin. It has the parents that it had.
         place.be_taken_in(id);
-        if marks.rename(&name, MARK).await.is_err() {
-            continue;
+        match marks.rename(&name, MARK).await {
+            Ok(()) => {}
+            // It is no empty child of the parents that would be sent now.
+            Err(error) if place.sends_parents() => return Err(error),
+            Err(_) => continue,
         }
+        place.be_taken_back(true);
         // In this order: a note that says what is copied says, too, that only `spile receive` has it; and it finds marks that are these.
         if let Some(disk) = &place.disk {
             Note::say_there(work.files, disk, &Plan::Move(plan.clone()), There::TakenIn).await?;

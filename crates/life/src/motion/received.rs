@@ -251,7 +251,7 @@ impl<F: Files> Receiver<'_, F> {
             }
             Some(note) if is_earlier_attempt(note.id, id) => self.remove_earlier(disk, note).await?,
             Some(note) if is_earlier_attempt(id, note.id) => {
-                return Err(Error::new(ErrorKind::Denied, "a later attempt of this move is under way").at_path(disk));
+                return Err(later_attempt(disk));
             }
             Some(note) if note.state.may_be_half() && !is_free(self.files, &half).await => {
                 // A parent that nobody is connected to may be waited for in vain. When its move comes again, it finds this one.
@@ -372,6 +372,9 @@ impl<F: Files> Receiver<'_, F> {
             Some(note) => (self.is_file(&half, note).await?, note.id == id),
             None => (false, false),
         };
+        if before.as_ref().is_some_and(|note| is_earlier_attempt(id, note.id)) {
+            return Err(later_attempt(&disk));
+        }
         let other_move =
             || Error::new(ErrorKind::Exists, "a disk of this name is being moved here by another move").at_path(&disk);
         let other = before.as_ref().filter(|_| !is_own);
@@ -758,6 +761,10 @@ fn is_whole(disk: &Path) -> Error {
 
 /// What whoever gives an order about an image is told that is not there, or is another move's by now.
 pub(super) const NO_IMAGE: &str = "there is no image of this move here";
+
+fn later_attempt(disk: &Path) -> Error {
+    Error::new(ErrorKind::Denied, "a later attempt of this move is under way").at_path(disk)
+}
 
 fn no_such_move(disk: &Path) -> Error {
     Error::new(ErrorKind::NotFound, NO_IMAGE).at_path(disk)

@@ -115,6 +115,7 @@ impl Host {
         };
         let old = old_image(&self.there.at(&name));
         let had_old = self.there.has(&old);
+        let has_chain = *keeps_chain && node.graph().await.handles().len() > 1;
         let before = jobs::requests(node);
         let ended = spile_life::run(&work, &plan).await;
         let is_busy = jobs::requests(node) > before;
@@ -142,7 +143,7 @@ impl Host {
                     summary.kept += u64::from(*keeps_chain);
                 });
                 if had_old && !self.there.has(&old) {
-                    self.count_way_back(&job);
+                    self.count_way_back(&job, has_chain);
                 }
             }
             Err(error) => {
@@ -154,6 +155,10 @@ impl Host {
                 let has_begun = job.report().motion.is_some();
                 let fine = fine || had_trouble && !has_begun;
                 let fine = fine || had_trouble && self.has_only_asked(&job, &error);
+                // Where it came from, its old parents have their names, and no move has brought them.
+                let is_taken =
+                    error.kind() == ErrorKind::Exists && error.to_string().contains("not come here as a parent");
+                let fine = fine || *keeps_chain && is_taken && self.at.starts_with(FOLDER);
                 // A copy got its name, and the process ended before it was told.
                 let is_whole_copy = *stays && self.there.has_disk(&self.there.at(&name));
                 let fine = fine || (error.kind() == ErrorKind::Denied && is_whole_copy);
@@ -174,17 +179,20 @@ impl Host {
     }
 
     /// The disk has gone back into its old image.
-    fn count_way_back(&self, job: &Job) {
+    fn count_way_back(&self, job: &Job, has_chain: bool) {
         let is_less = job.report().done_bytes < self.size_bytes / 2;
         self.count(|summary| {
             (summary.back, summary.back_by_less) = (summary.back + 1, summary.back_by_less + u64::from(is_less));
+            summary.back_with_chain += u64::from(has_chain);
         });
     }
 
     /// The other host was only asked what has become of the old image there when the job failed with `error`: as any move to a host that does not answer.
     fn has_only_asked(&self, job: &Job, error: &Error) -> bool {
         let is_way_back = self.at.starts_with(FOLDER);
-        let is_trouble = error.kind() == ErrorKind::TimedOut || error.to_string().contains("connection");
+        let said = error.to_string();
+        let is_trouble =
+            error.kind() == ErrorKind::TimedOut || said.contains("connection") || said.contains("nobody listens");
         is_way_back && is_trouble && job.report().done_bytes == 0
     }
 

@@ -212,6 +212,8 @@ summary! {
         pub back: u64,
         /// Of these, those for which less was copied than half of the disk.
         pub back_by_less: u64,
+        /// Those that were to keep their chain: they have the old parents there.
+        pub back_with_chain: u64,
         /// Old images that somebody wrote to.
         pub written_behind: u64,
     }
@@ -323,6 +325,8 @@ impl Host {
         let came_as = self.at.file_name().map(|name| name.to_string_lossy().into_owned());
         let here = self.there.world.clone();
         let checkpoints = self.tracking.checkpoints.hand_on();
+        // A disk that has gone without them has none.
+        let has_parents = self.parents.iter().all(|name| self.there.has_disk(&self.there.at(name)));
         let (to, begun, copies, used, events, faults_before) = Default::default();
         let (has_looked, ending, is_ended, summary) = Default::default();
         Some(Rc::new(Self {
@@ -337,7 +341,7 @@ impl Host {
             sizes: self.sizes,
             came_as: RefCell::new(came_as),
             at: self.there.at(&name),
-            parents: &[],
+            parents: if has_parents { self.parents } else { &[] },
             to,
             begun,
             copies,

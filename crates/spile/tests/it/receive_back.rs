@@ -7,6 +7,8 @@ use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use crate::common::chains::{chain, family, file};
+use crate::common::host::bytes_of;
 use crate::common::moves::{full, job, let_go, receive_in, to_host};
 use crate::common::nbd::Client;
 use crate::common::{Running, Served, eventually, fails, have, json, ok, spile};
@@ -280,6 +282,68 @@ fn an_old_image_is_taken_by_its_own_move_only_and_only_as_it_was_left() {
     assert!(is_obeyed(dir, "old", &format!("begin/{id}/{}/back-hand.raw", 48 * MIB)) && half.exists());
     assert!(!is_obeyed(dir, "old", &format!("drop/{id}/back-hand.raw")) && !half.exists());
     assert!(!back(&id, of, 48 * MIB));
+    assert!(old.terminate().success() && there.terminate().success());
+}
+
+#[test]
+fn a_disk_that_keeps_its_chain_comes_back_by_what_has_changed() {
+    let (dir, mut bytes) = family("there", "back-chain.vhd", 10);
+    let dir = dir.path();
+    let (old, there) = (receive_in(dir, "old"), receive_in(dir, "there"));
+    let images = ["back-chain.vhd", "mid.vhd", "base.raw"];
+    let seen = |folder: &str| images.map(|name| file(dir, &format!("{folder}/{name}")).0);
+    let before = seen("old");
+    let order = |folder: &str, words: &[&str]| {
+        let to = to_host(dir, folder, "back-chain.vhd");
+        json(dir, &[&["move", "back-chain", "--to", &to, "--chain", "keep"], words].concat())
+    };
+    let arrived = |folder: &str, bytes: &[u8]| {
+        let_go(dir, &format!("{folder}/back-chain.vhd"));
+        assert_eq!(chain(dir, &format!("{folder}/back-chain.vhd")), images);
+        assert!(bytes_of(dir, &format!("{folder}/back-chain.vhd")) == bytes, "the bytes in {folder} are others");
+    };
+    let mut value = 99;
+    for (from, folder) in [("old", "there"), ("there", "old"), ("old", "there")] {
+        let served = serve(dir, &format!("{from}/back-chain.vhd"));
+        value += 1;
+        Client::connect(&served.uri()).unwrap().write(8 << 20, &[value; 4096], false).unwrap();
+        bytes[8 * MIB..8 * MIB + 4096].fill(value);
+        let moved = order(folder, &["--wait"]);
+        assert!(moved["state"] == "done" && moved["motion"]["trouble"].is_null(), "{moved}");
+        let copied = moved["done_bytes"].as_u64().unwrap();
+        // The first one takes the parents along.
+        assert_eq!(copied <= 2 * BLOCK, (from, value) != ("old", 100), "{copied} bytes were copied to {folder}");
+        assert!(served.terminate().success());
+        arrived(folder, &bytes);
+    }
+    // One that is killed on its way back goes on, and sends no parent either.
+    let served = serve(dir, "there/back-chain.vhd");
+    Client::connect(&served.uri()).unwrap().write(32 << 20, &vec![7; 4 * MIB], false).unwrap();
+    bytes[32 * MIB..36 * MIB].fill(7);
+    order("old", &["--rate", "1M"]);
+    eventually("some of it is copied", || job(dir, "back-chain")["done_bytes"].as_u64() > Some(1 << 20));
+    served.kill();
+    let served = serve(dir, "there/back-chain.vhd");
+    eventually("its job goes on", || job(dir, "back-chain")["state"] == "running");
+    let id = job(dir, "back-chain")["id"].as_str().unwrap().to_owned();
+    ok(dir, &["job", &id, "rate", "none"]);
+    eventually("it is there", || job(dir, "back-chain")["state"] == "done");
+    assert!(job(dir, "back-chain")["done_bytes"].as_u64() <= Some(4 * MIB as u64 + 2 * BLOCK));
+    assert!(served.terminate().success());
+    arrived("old", &bytes);
+    assert_eq!(seen("old"), before, "an image was made anew");
+    // Where the old host cannot use the old image, the parents would have to be sent, and their names are taken there.
+    let served = serve(dir, "old/back-chain.vhd");
+    assert_eq!(order("there", &["--wait"])["state"], "done");
+    assert!(served.terminate().success());
+    arrived("there", &bytes);
+    let parent = fs::File::options().write(true).open(dir.join("old/mid.vhd")).unwrap();
+    parent.set_modified(std::time::SystemTime::now()).unwrap();
+    let to = to_host(dir, "old", "back-chain.vhd");
+    let said = fails(dir, 1, &["move", "there/back-chain.vhd", "--to", &to, "--chain", "keep"]);
+    assert!(said.contains("mid.vhd") && said.contains("not come here as a parent"), "{said}");
+    assert!(dir.join("old/back-chain.moved.vhd").exists() && !dir.join("old/back-chain.vhd").exists());
+    arrived("there", &bytes);
     assert!(old.terminate().success() && there.terminate().success());
 }
 
