@@ -29,7 +29,7 @@ pub async fn stamp(graph: &Graph<HostStore>) -> Stamp {
     let (layers, id) = (paths(graph), graph.handles()[0].image().store().file_id());
     let look = move || {
         let stat = leaf.metadata().ok().filter(|stat| Some(FileId::of(stat)) == id)?;
-        Some(stamp_of(&FileTimes::of(&stat), &layers[1..]))
+        Some(stamp_of(&FileTimes::of(&stat), layers[1..].iter().map(|path| times_of(path))))
     };
     run_blocking(graph.handles()[0].path(), look).await.unwrap_or_else(unlike_any)
 }
@@ -45,7 +45,7 @@ pub async fn now(graph: &Graph<HostStore>, side: &Path) -> Found {
 pub async fn at(image: &Path, side: &Path) -> Found {
     let (image, folder) = (image.to_owned(), folder_of(side).to_owned());
     run_blocking(side, move || {
-        let stamp = image.metadata().map(|stat| stamp_of(&FileTimes::of(&stat), &[])).unwrap_or_else(|_| unlike_any());
+        let stamp = image.metadata().map(|stat| stamp_of(&FileTimes::of(&stat), [])).unwrap_or_else(|_| unlike_any());
         Found { stamp, is_written_behind: false, mount_id: mount_id(&folder) }
     })
     .await
@@ -107,15 +107,21 @@ pub async fn last_stamp(graph: &Graph<HostStore>) -> Stamp {
 /// What the images of `graph`, which was just opened, looked like before this process has written to them. `side` is the disk's file of
 /// changed blocks.
 pub async fn found(graph: &Graph<HostStore>, side: &Path) -> Found {
-    let leaf = graph.handles()[0].image().store().found();
-    let (layers, beside, data) = (paths(graph), side.to_owned(), data_file(&graph.handles()[0]));
+    let leaf = &graph.handles()[0];
+    // Its data file, too, was as it was found when it was opened: guests may write there by now.
+    let data = data_file(leaf).zip(leaf.image().data_store().found());
+    let (layers, beside, leaf) = (paths(graph), side.to_owned(), leaf.image().store().found());
     let look = move || {
         let mount_id = mount_id(&beside);
         let Some(leaf) = leaf else { return Found { stamp: unlike_any(), is_written_behind: true, mount_id } };
-        let data = data.and_then(|data| data.metadata().ok()).map_or(0, |stat| FileTimes::of(&stat).modified_ns);
-        let last = FileTimes { modified_ns: leaf.modified_ns.max(data), ..leaf };
+        let modified_ns = data.as_ref().map_or(0, |(_, found)| found.modified_ns);
+        let last = FileTimes { modified_ns: leaf.modified_ns.max(modified_ns), ..leaf };
         let is_written_behind = boot_time().and_then(|boot| is_written_behind(&last, &beside, boot)).unwrap_or(true);
-        Found { stamp: stamp_of(&leaf, &layers[1..]), is_written_behind, mount_id }
+        let found = |path: &PathBuf| match &data {
+            Some((data, found)) if data == path => *found,
+            _ => times_of(path),
+        };
+        Found { stamp: stamp_of(&leaf, layers[1..].iter().map(found)), is_written_behind, mount_id }
     };
     run_blocking(side, look).await
 }
@@ -132,12 +138,15 @@ fn data_file(layer: &GraphLayer<HostStore>) -> Option<PathBuf> {
     (!std::ptr::eq(image, data)).then(|| data.path().to_owned())
 }
 
-fn stamp_of(leaf: &FileTimes, parents: &[PathBuf]) -> Stamp {
+/// What the file at `path` looks like. One that is not there is another one than it was, or lies on another host.
+fn times_of(path: &Path) -> FileTimes {
+    path.metadata().map(|stat| FileTimes::of(&stat)).unwrap_or_default()
+}
+
+fn stamp_of(leaf: &FileTimes, others: impl IntoIterator<Item = FileTimes>) -> Stamp {
     let (mut own, mut theirs) = (Hash::new(), Hash::new());
     [leaf.len_bytes, leaf.modified_ns, leaf.changed_ns].into_iter().for_each(|word| own.add(word));
-    for parent in parents {
-        // One that is not at its path is another one than it was, or lies on another host.
-        let times = parent.metadata().map(|stat| FileTimes::of(&stat)).unwrap_or_default();
+    for times in others {
         [times.inode, times.len_bytes, times.modified_ns].into_iter().for_each(|word| theirs.add(word));
     }
     let mut bytes = [0; 32];
@@ -202,7 +211,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let [leaf, parent, other] = ["a", "b", "c"].map(|name| dir.path().join(name));
         [&leaf, &parent, &other].into_iter().for_each(|path| write(path, [0; 512]).unwrap());
-        let look = || stamp_of(&times(&leaf), std::slice::from_ref(&parent));
+        let look = || stamp_of(&times(&leaf), [times_of(&parent)]);
         let before = look();
         assert_eq!(look(), before);
         let set_time = |path: &Path, seconds| {

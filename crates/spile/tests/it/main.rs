@@ -12,6 +12,7 @@ mod control;
 mod convert;
 mod crash;
 mod data_file;
+mod data_file_life;
 mod docs;
 mod failed_sync;
 mod family;
