@@ -3,9 +3,10 @@
 qemu-img checks each image after each step, and what it reads is the truth. A raw data file is compared byte by byte with that.
 """
 
+import os
 import random
 
-from support import KIB, MIB, qemu_img_json, run, spile, spile_json, text
+from support import KIB, MIB, need, qemu_img_json, run, spile, spile_json, text
 from test_qcow2 import SIZE_BYTES, Qcow2
 
 OPTIONS = ("", ",extended_l2=on", ",cluster_size=4k", ",cluster_size=2M")
@@ -54,6 +55,40 @@ class DataFiles(Qcow2):
                 with self.subTest(options, is_raw=is_raw):
                     image, data = self.apart(is_raw, options, seed=20 + number)
                     self.turns(image, data, is_raw, 30 + number)
+
+    def test_a_data_file_that_is_a_block_device(self):
+        """QEMU makes the image over a loop device that is full of junk; both write to it in turns, also behind kills."""
+        need("losetup", "mount")
+        if os.geteuid() != 0:
+            self.skipTest("loop devices need root")
+        for is_raw in (False, True):
+            with self.subTest(is_raw=is_raw):
+                junk = self.path(f"device-{is_raw}")
+                junk.write_bytes(random.Random(7).randbytes(16 * MIB))
+                made = run("losetup", "--find", "--show", junk, ok=None)
+                if made.returncode != 0:
+                    self.skipTest(f"no loop device: {text(made.stderr).strip()}")
+                device = text(made.stdout).strip()
+                self.addCleanup(run, "losetup", "--detach", device)
+                raw = "on" if is_raw else "off"
+                image = self.image(f"data_file={device},data_file_raw={raw}")
+                for turn in range(4):
+                    truth = self.raw_of(image)
+                    server = self.serve(image, extra=("--allow-data-file", "--allow-parents", "/dev"))
+                    self.fill(server.uri(), 80 + turn, "raw", discards=False)
+                    self.fill(truth, 80 + turn, "raw", discards=False)
+                    if turn % 2:
+                        server.kill()
+                        self.wait_for_lock(image)
+                        run("qemu-img", "check", "-q", "-f", "qcow2", "-r", "leaks", image)
+                    else:
+                        self.assertEqual(server.stop(), 0)
+                    run("qemu-img", "check", "-q", "-f", "qcow2", image)
+                    run("qemu-img", "compare", "-f", "qcow2", "-F", "raw", image, truth)
+                    spile("compare", image, truth, "--allow-data-file", "--allow-parents", "/dev")
+                    if is_raw:
+                        self.assertEqual(junk.read_bytes()[:SIZE_BYTES], truth.read_bytes())
+                    self.fill(image, 90 + turn)
 
     def test_kills(self):
         for is_raw in (False, True):

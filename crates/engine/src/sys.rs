@@ -16,13 +16,22 @@ pub(crate) const MAX_IOVECS: usize = 1024;
 /// The most bytes of one system call; the kernel itself stops just under 2 GiB.
 pub(crate) const MAX_TRANSFER: usize = 1 << 30;
 
+/// The most that one call writes to the page cache, in bytes; the calls meet at multiples of it. The kernel keeps a file's bytes there in pieces as long as the calls that
+/// brought them, and ext4 looks at each block of a piece when a part of it is written again: 4 KiB into a piece of 1 MiB took 25 µs of processor, into one of
+/// 128 KiB 6 µs (Linux 6.18).
+const CACHED_AT_ONCE: usize = 128 << 10;
+
 /// The addresses and lengths of a scatter list. A few of them need no allocation.
 pub(crate) type IoVecs = SmallVec<[libc::iovec; 4]>;
 
 /// Describes the bytes of `segments` after the first `skip` in `out`, up to the limits of one system call.
-pub(crate) fn fill_iovecs(segments: &[Segment], mut skip: usize, out: &mut IoVecs) {
+pub(crate) fn fill_iovecs(segments: &[Segment], skip: usize, out: &mut IoVecs) {
+    fill_up_to(MAX_TRANSFER, segments, skip, out);
+}
+
+/// As [`fill_iovecs`], with `room` bytes at most.
+fn fill_up_to(mut room: usize, segments: &[Segment], mut skip: usize, out: &mut IoVecs) {
     out.clear();
-    let mut room = MAX_TRANSFER;
     for segment in segments {
         if skip >= segment.len() {
             skip -= segment.len();
@@ -252,11 +261,14 @@ fn file_len(op: &Op) -> usize {
 
 /// One system call of a file operation.
 fn file_call(op: &Op) -> Outcome {
-    let fd = op.fd.raw();
+    let (fd, at) = (op.fd.raw(), op.offset as i64 + op.done as i64);
     let mut iovecs = IoVecs::new();
-    fill_iovecs(op.segments.as_slice(), op.done, &mut iovecs);
+    let room = match op.kind {
+        Kind::Write if !op.fd.direct => CACHED_AT_ONCE - at as usize % CACHED_AT_ONCE,
+        _ => MAX_TRANSFER,
+    };
+    fill_up_to(room, op.segments.as_slice(), op.done, &mut iovecs);
     let (ptr, count) = (iovecs.as_ptr(), iovecs.len() as i32);
-    let at = op.offset as i64 + op.done as i64;
     // SAFETY: the vectors describe the segments of the operation, borrowed for the call; all else is numbers.
     let call = || unsafe {
         match op.kind {

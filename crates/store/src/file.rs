@@ -7,7 +7,6 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use futures_util::future::join_all;
 use rustix::fs::FallocateFlags;
 use spile_core::{
     Error, ErrorKind, OpenMode, PathCell, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
@@ -25,11 +24,6 @@ use crate::times::FileTimes;
 
 /// Zeroes written at a time where the file system cannot zero a range itself.
 const ZERO_CHUNK_BYTES: usize = 1 << 20;
-
-/// The most that one call brings into the page cache, in bytes. The kernel keeps it there in pieces as long as the calls were, and ext4 looks at each block of a piece
-/// when a part of it is written again: 4 KiB into a piece of 1 MiB took 25 µs of processor, into one of 128 KiB 6 µs, while the long write itself took no longer in
-/// parts (Linux 6.18).
-const CACHED_AT_ONCE_BYTES: usize = 128 << 10;
 
 /// A file or block device. Clones are the same store. It is locked against other writers while it is open, in
 /// QEMU's scheme ([`RawFile::lock`]), unless it was opened without. When the lock is lost, nothing more is written.
@@ -417,10 +411,7 @@ impl Store for FileStore {
         if from.is_empty() {
             return Ok(());
         }
-        let outcome = match fd.is_direct() || from.len() <= CACHED_AT_ONCE_BYTES {
-            true => fd.write(offset, from).await.map(drop),
-            false => write_in_parts(fd, offset, from).await,
-        };
+        let outcome = fd.write(offset, from).await;
         outcome.map_err(|errno| self.fail("write failed", errno).at_offset(offset))?;
         self.inner.len.fetch_max(end, Ordering::AcqRel);
         if !self.is_written_once() || fd.is_direct() {
@@ -611,19 +602,6 @@ impl Inner {
         }
         Ok(())
     }
-}
-
-/// Writes `from` through the page cache, in parts of [`CACHED_AT_ONCE_BYTES`] that begin at multiples of it.
-async fn write_in_parts(fd: &RawFile, offset: u64, from: &Segments) -> Result<(), i32> {
-    let (mut parts, mut at, part_bytes) = (Vec::new(), 0, CACHED_AT_ONCE_BYTES as u64);
-    while at < from.len() {
-        let begin = offset + at as u64;
-        let end = from.len().min(at + (part_bytes - begin % part_bytes) as usize);
-        parts.push(fd.write(begin, &from.slice(at..end)));
-        at = end;
-    }
-    // Also after a failure: none of them may come later than a request that follows.
-    join_all(parts).await.into_iter().try_for_each(|written| written.map(drop))
 }
 
 fn is_unsupported(errno: i32) -> bool {
