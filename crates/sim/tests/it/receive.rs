@@ -21,6 +21,7 @@ fn three_hundred_seeds_find_nothing() {
     assert!(all.compared > 8, "too few copies were compared: {all:?}");
     assert!(all.arrived > 20 && all.asked > 300 && all.useful > 50, "too little was asked of checkpoints: {all:?}");
     assert!(all.back > 8 && all.back_by_less > 3 && all.written_behind > 3, "too few disks went back: {all:?}");
+    assert!(all.back_with_chain > 0, "no disk that keeps its chain went back: {all:?}");
 }
 
 /// Seed 50023 was told to stop before anything was noted of its half there, and was cancelled a moment later: nobody told the other host. It drew another disk then.
