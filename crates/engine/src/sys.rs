@@ -314,12 +314,39 @@ pub(crate) fn set_nonblocking(fd: &impl AsRawFd) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use spile_mem::Segments;
+
     use super::*;
 
     fn lens(segments: &[Segment], skip: usize) -> Vec<usize> {
         let mut out = IoVecs::new();
         fill_iovecs(segments, skip, &mut out);
         out.iter().map(|v| v.iov_len).collect()
+    }
+
+    #[test]
+    fn a_call_takes_no_more_than_it_may() {
+        let list = [Segment::zeroed(3), Segment::zeroed(5), Segment::zeroed(4)];
+        let up_to = |room, skip| {
+            let mut out = IoVecs::new();
+            fill_up_to(room, &list, skip, &mut out);
+            out.iter().map(|v| v.iov_len).collect::<Vec<_>>()
+        };
+        assert_eq!([up_to(4, 0), up_to(4, 4), up_to(4, 8), up_to(9, 3)], [vec![3, 1], vec![4], vec![4], vec![5, 4]]);
+    }
+
+    #[test]
+    fn long_writes_to_the_page_cache_come_to_their_end() {
+        let file = tempfile::tempfile().unwrap();
+        let bytes: Vec<u8> = (0..CACHED_AT_ONCE * 3).map(|at| (at / 512) as u8).collect();
+        let segments: Segments =
+            [Segment::zeroed(CACHED_AT_ONCE + 5), Segment::zeroed(CACHED_AT_ONCE * 2 - 5)].into_iter().collect();
+        segments.copy_from_slice(0, &bytes);
+        let fd = crate::fd::Fd::file(file.try_clone().unwrap().into());
+        assert_eq!(run_file_op(&mut Op::write(&fd, 700, &segments)), Ok(bytes.len()));
+        let mut read = vec![0; bytes.len()];
+        std::os::unix::fs::FileExt::read_exact_at(&file, &mut read, 700).unwrap();
+        assert!(read == bytes);
     }
 
     #[test]

@@ -209,7 +209,6 @@ pub(super) async fn take_there<F: Files>(
             Err(error) if place.sends_parents() => return Err(error),
             Err(_) => continue,
         }
-        place.be_taken_back(true);
         // In this order: a note that says what is copied says, too, that only `spile receive` has it; and it finds marks that are these.
         if let Some(disk) = &place.disk {
             Note::say_there(work.files, disk, &Plan::Move(plan.clone()), There::TakenIn).await?;

@@ -61,8 +61,6 @@ pub(super) struct Place {
     parents: Option<Parents>,
     /// The same on another host, which takes disks in.
     parents_there: Option<ParentsThere>,
-    /// The other host has taken the disk's old image up again, with its own parents: none is sent.
-    is_back: Cell<bool>,
     /// The new image is a child of these copies: it gets what the disk's own image has.
     pub is_over_parents: Cell<bool>,
 }
@@ -112,7 +110,6 @@ impl Place {
             keeps_half: Cell::new(false),
             parents,
             parents_there,
-            is_back: Cell::new(false),
             is_over_parents: Cell::new(false),
         };
         place.check_names(work, store).await?;
@@ -200,8 +197,6 @@ impl Place {
         if self.moved.half.is_none() {
             let (Some(of), Some(id)) = (noted_id(plan, copied), plan.id) else { return Ok(None) };
             self.be_taken_in(id);
-            // Of one over parents that were sent, these are noted, too.
-            self.be_taken_back(self.parents_there.is_some() && !Parents::are_below(&copied.half));
             if let Some(order) = self.order(|id| Order::TakeOver { id, of }).filter(|_| of != id) {
                 match order::give(work.files, &order).await {
                     Err(error) if error.kind() == ErrorKind::NotFound && order::is_refused_there(&error) => {
@@ -233,12 +228,7 @@ impl Place {
 
     /// The disk's parents are sent to another host before it.
     pub fn sends_parents(&self) -> bool {
-        self.parents_there.is_some() && !self.is_back.get()
-    }
-
-    /// Whether the half there is the disk's old image, over its own parents.
-    pub fn be_taken_back(&self, is_back: bool) {
-        self.is_back.set(is_back);
+        self.parents_there.is_some()
     }
 
     /// True when `error` says only that the other host cannot be reached.
@@ -356,7 +346,6 @@ impl Place {
             return Err(Error::new(ErrorKind::InvalidInput, "a move to another host has no identity"));
         };
         self.be_taken_in(id);
-        self.be_taken_back(false);
         self.is_over_parents.set(true);
         let Some(parents) = &self.parents_there else { return self.open(work, source).await };
         let sending = Sending::new((work, source), parents, (&plan.to, id), status);
