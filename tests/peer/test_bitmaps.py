@@ -6,7 +6,7 @@ import random
 import subprocess
 import time
 
-from support import KIB, MIB, STANDIN, PeerTest, need, qemu_img_json, run, spile, spile_json
+from support import KIB, LIMIT_S, MIB, STANDIN, PeerTest, need, qemu_img_json, run, spile, spile_binary, spile_json, text
 
 BLOCK = 64 * KIB
 SIZE_BYTES = 64 * MIB
@@ -216,6 +216,41 @@ class Bitmaps(PeerTest):
         self.assert_no_leak()
         self.add(self.disk, "d")
         self.assertEqual(self.bitmaps(), {"d": ["auto"]})
+
+    def test_takeovers_while_a_guest_writes(self):
+        """Each server takes the disk over in the middle of a load: what was written under any of them is in the bitmap that QEMU finds."""
+        before = {600, 800, 1000}
+        self.write_by_qemu(before, 7)
+        self.add(self.disk, "late")
+        guest, socket = self.path("v"), self.path("n.sock")
+        words = ("--vhost-user", guest, "--control", self.path("c"))
+        server = self.serve(self.disk, at=socket, extra=words)
+        load = [spile_binary(), "load", f"vhost-user:{guest}", "--rw", "randrw", "--verify", "--span", 32 * MIB, "--rate", 400]
+        load += ["--reconnect", "60s", "--runtime", "4s"]
+        with open(self.path("load.log"), "w+b") as log:
+            load = subprocess.Popen([str(word) for word in load], stdout=log, stderr=log)
+            for _ in range(3):
+                time.sleep(0.8)
+                self.assertIn("in-use", self.bitmaps_while_open()["late"])
+                successor = self.serve(self.disk, at=socket, extra=(*words, "--takeover"))
+                self.assertEqual(server.process.wait(LIMIT_S), 0)
+                server.ended, server = 0, successor
+                self.assertIsNone(load.poll(), "the load ended before the takeover")
+            ended = load.wait(LIMIT_S)
+            log.seek(0)
+            said = text(log.read())
+        self.assertEqual(ended, 0, said)
+        self.assertIn("all right", said)
+        self.assertEqual(server.stop(), 0)
+        self.assertEqual(self.bitmaps(), {"b": ["auto"], "late": ["auto"]})
+        raw = self.path("now.raw")
+        run("qemu-img", "convert", "-O", "raw", self.disk, raw)
+        with open(raw, "rb") as file:
+            data = {block for block in range(SIZE_BYTES // BLOCK) if any(file.read(BLOCK))}
+        self.assertGreater(len(data), 100)
+        self.assertLessEqual(before, data)
+        self.assertEqual((self.set_in("late"), self.set_in("b")), (data - before, data))
+        self.assert_no_leak()
 
     def test_growth_and_snapshot(self):
         server = self.serve(self.disk)

@@ -1,4 +1,4 @@
-//! The life of disks whose data lie in another file: takeovers under load, with a bitmap in the image as well; backups; other parents; syncs that fail.
+//! The life of disks whose data lie in another file: takeovers under load, with a bitmap in the image as well; backups; other parents.
 
 use std::fs;
 use std::path::Path;
@@ -7,8 +7,7 @@ use std::process::Command;
 use crate::common::guests::{Load, nbd, serve, succeed};
 use crate::common::host::bytes_of;
 use crate::common::nbd::Client;
-use crate::common::{Served, eventually, faulty_sync, have, json, ok, run, spile};
-use spile_core::ErrorKind;
+use crate::common::{have, json, ok, run};
 
 const MIB: usize = 1 << 20;
 const ALLOW: &str = "--allow-data-file";
@@ -127,46 +126,4 @@ fn a_disk_with_a_data_file_gets_another_parent_that_reads_the_same() {
     ok(dir, &["rebase", "d.qcow2", "--parent", "three.qcow2", "--copy", ALLOW]);
     assert!(content() == before, "the disk reads otherwise");
     assert_eq!(json(dir, &["check", "d.qcow2", ALLOW])["result"], "sound");
-}
-
-#[test]
-fn a_flush_of_a_data_file_that_failed_stays_failed_until_the_loss_is_accepted() {
-    for kind in KINDS {
-        let dir = tempfile::tempdir().unwrap();
-        let dir = dir.path();
-        ok(dir, &[&["create", "d.qcow2", "--size", "16M"], kind].concat());
-        let serve = || {
-            let mut command = faulty_sync(dir);
-            command.args(["serve", "d.qcow2", "--nbd", "unix:n", "--control", "c", ALLOW]);
-            command.env("SPILE_RUN_DIR", dir.join("run")).current_dir(dir);
-            Served::spawn(&mut command, dir.join("n")).unwrap()
-        };
-        let flush = || {
-            let client = Client::connect(&nbd(dir, "")).unwrap();
-            // After a failure, a write that needs a sync fails as well.
-            client.write(0, &[1; 4096], false).and_then(|()| client.flush())
-        };
-        let served = serve();
-        flush().unwrap();
-        // In place: nothing but the flush makes a sync, and its first one is that of the data file.
-        fs::write(dir.join("fail-sync"), "").unwrap();
-        assert_eq!(flush().unwrap_err().kind(), ErrorKind::Io);
-        assert!(!dir.join("fail-sync").exists(), "no sync was tried");
-        assert_eq!(flush().unwrap_err().kind(), ErrorKind::Io);
-        served.kill();
-        eventually("the disk can be opened", || run(dir, &["info", "d.qcow2"]).status.success());
-        let served = serve();
-        assert_eq!(flush().unwrap_err().kind(), ErrorKind::Io);
-        let mut accept = spile();
-        accept.args(["accept-loss", "c"]).env("SPILE_RUN_DIR", dir.join("run")).current_dir(dir);
-        let told = accept.output().unwrap();
-        assert!(told.status.success(), "{told:?}");
-        assert!(String::from_utf8_lossy(&told.stdout).contains("d.raw: a sync has failed"), "{told:?}");
-        flush().unwrap();
-        assert!(served.terminate().success());
-        // The clusters that were made ready for the next writes are lost with the server that was killed.
-        let checked = run(dir, &["check", "d.qcow2", ALLOW, "--json"]);
-        let checked: serde_json::Value = serde_json::from_slice(&checked.stdout).unwrap();
-        assert!(["sound", "leaks"].contains(&checked["result"].as_str().unwrap()), "{checked}");
-    }
 }
