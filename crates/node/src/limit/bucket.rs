@@ -99,9 +99,8 @@ impl Buckets {
 
     /// The buckets that concern a request, each with what it takes from it. One that moves no bytes does not wait for bytes.
     fn concerned(&mut self, cost: Cost) -> impl Iterator<Item = (&mut Bucket, u64)> {
-        let kinds = [true, !cost.writes, cost.writes];
-        let requests = meant(&mut self.requests, kinds, cost.requests);
-        requests.chain(meant(&mut self.bytes, kinds, cost.bytes))
+        let requests = meant(&mut self.requests, cost.writes, cost.requests);
+        requests.chain(meant(&mut self.bytes, cost.writes, cost.bytes))
     }
 
     /// The part of a request that may pass at once: no more bytes than come in the time of a burst.
@@ -133,10 +132,12 @@ impl Buckets {
     }
 }
 
-/// The buckets of the `kinds` that are meant, each with `units`; none when nothing is taken.
-fn meant(buckets: &mut [Option<Bucket>; 3], kinds: [bool; 3], units: u64) -> impl Iterator<Item = (&mut Bucket, u64)> {
-    let meant = buckets.iter_mut().zip(kinds).filter(move |(_, is_meant)| *is_meant && units > 0);
-    meant.filter_map(move |(bucket, _)| Some((bucket.as_mut()?, units)))
+/// The bucket in total and that of reads or writes, each with `units`; none when nothing is taken.
+fn meant(buckets: &mut [Option<Bucket>; 3], writes: bool, units: u64) -> impl Iterator<Item = (&mut Bucket, u64)> {
+    let [total, of_reads, of_writes] = buckets;
+    let own = if writes { of_writes } else { of_reads };
+    let meant = [total, own].map(|bucket| bucket.as_mut().filter(|_| units > 0));
+    meant.into_iter().flatten().map(move |bucket| (bucket, units))
 }
 
 #[cfg(test)]
