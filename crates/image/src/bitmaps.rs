@@ -83,4 +83,6 @@ pub enum BrokenBitmaps {
     BitDropped,
     /// What the old directory names is free before the new one counts.
     FreedEarly,
+    /// Bits that lack what is known to have changed are in use only before the first change.
+    BehindLate,
 }

@@ -55,6 +55,8 @@ pub(super) struct Host {
     parents: Cell<u8>,
     /// These were written to since the bitmap was made, which it does not tell: from then on everything counts as changed.
     has_other_parents: Cell<bool>,
+    /// The disk was opened since then: from there on the bitmap is in use, or all of it is set.
+    has_noticed_parents: Cell<bool>,
     /// Another program has written to the image while the bitmap was in use: nobody knows any more what has changed since that was made.
     is_lost: Cell<bool>,
 }
@@ -85,6 +87,7 @@ impl Host {
             stamp: Cell::default(),
             parents: Cell::default(),
             has_other_parents: Cell::default(),
+            has_noticed_parents: Cell::default(),
             is_lost: Cell::default(),
         }
     }
@@ -135,6 +138,10 @@ impl Host {
         assert!(
             noting.is_in_use || !self.is_lost.get(),
             "a bitmap that lacks what another program wrote is called true"
+        );
+        assert!(
+            noting.is_in_use || !self.has_noticed_parents.get() || noting.bits.iter().all(|bit| *bit),
+            "a bitmap that lacks what its parents have got is called true"
         );
         assert!(!(must_be_true && noting.is_in_use), "the bitmap is in use after a life that ended in order");
         self.count(|summary| match noting.is_in_use {
@@ -191,6 +198,7 @@ impl Host {
         self.world.settle(Path::new(DISK));
         *self.base.borrow_mut() = now;
         self.has_other_parents.set(false);
+        self.has_noticed_parents.set(false);
         self.stamp.set(self.stamp.get().wrapping_add(1));
         self.may_leak.set(true);
         self.count(|summary| summary.cleared += 1);
@@ -255,6 +263,7 @@ impl Host {
         };
         let changes = Arc::new(changes);
         self.follow(&graph, &changes).await;
+        self.has_noticed_parents.set(self.has_other_parents.get());
         let node = Arc::new(Node::new(graph));
         self.check(&node, &changes).await;
         changes.attach(&*node).await.unwrap_or_else(|error| panic!("cannot attach: {error:?}"));

@@ -6,6 +6,7 @@
 //! hold whenever nobody has the disk open, and whoever reads the file:
 //!
 //! - **A bitmap that is called consistent and is not in use has each block set that differs from what the disk held when it was made.**
+//! - **Once the disk was opened over parents that another program wrote to, such a bitmap has all blocks set**, also when the process dies before its first change.
 //! - **The bitmap that notes nothing stays as it is, and the one that was in use stays in use.**
 //! - **The disk's checkpoint of the bitmap's name tells each such block, too, in every life.**
 //! - **A life that ends in order leaves a true bitmap**, whatever was before, as long as nothing has failed, and nobody else has written while it was in use: then

@@ -52,6 +52,16 @@ fn a_bit_that_is_dropped_is_found() {
 }
 
 #[test]
+fn a_bitmap_that_lacks_what_its_parents_have_got_and_is_called_true_is_found() {
+    found::bites(
+        |seed, broken| run_bitmaps(seed, broken, false),
+        (Broken::BehindLate, Broken::Nothing),
+        (0, 0..SEEDS),
+        "lacks what its parents have got",
+    );
+}
+
+#[test]
 fn a_directory_that_is_named_before_its_bits_are_durable_is_found() {
     // Only a power cut right behind that shows it.
     found::bites(run_every_step, (Broken::NamedEarly, Broken::Nothing), (5, 0..60), NOT_SET);

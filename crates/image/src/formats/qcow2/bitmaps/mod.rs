@@ -119,7 +119,7 @@ impl<S: Store> Qcow2<S> {
     /// Notes who keeps up which bitmaps, in the place of who did so before. Nobody does where the clusters of any bitmap are not its own alone, for space that
     /// something else uses would be freed.
     pub(super) async fn keep_sound_bitmaps(&self, kept: KeptBitmaps) -> Result<Vec<String>> {
-        let is_behind = kept.is_behind;
+        let is_behind = kept.is_behind && kept.broken != BrokenBitmaps::BehindLate;
         let names = self.note_kept(kept).await?;
         if is_behind {
             // Bitmaps are in use from here on, those too that nobody keeps up.
