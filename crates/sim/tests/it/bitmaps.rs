@@ -31,34 +31,24 @@ fn a_crash_at_every_step_and_another_after_it_find_nothing() {
     assert!(all.crashes > 600, "too little happened: {all:?}");
 }
 
+/// A seed finds the broken rule by a message with `sign`.
+fn bites(broken: Broken, sign: &str) {
+    found::bites(|seed, broken| run_bitmaps(seed, broken, false), (broken, Broken::Nothing), (0, 0..SEEDS), sign);
+}
+
 #[test]
 fn a_bitmap_that_is_in_use_too_late_is_found() {
-    found::bites(
-        |seed, broken| run_bitmaps(seed, broken, false),
-        (Broken::InUseLate, Broken::Nothing),
-        (0, 0..SEEDS),
-        NOT_SET,
-    );
+    bites(Broken::InUseLate, NOT_SET);
 }
 
 #[test]
 fn a_bit_that_is_dropped_is_found() {
-    found::bites(
-        |seed, broken| run_bitmaps(seed, broken, false),
-        (Broken::BitDropped, Broken::Nothing),
-        (0, 0..SEEDS),
-        NOT_SET,
-    );
+    bites(Broken::BitDropped, NOT_SET);
 }
 
 #[test]
 fn a_bitmap_that_lacks_what_its_parents_have_got_and_is_called_true_is_found() {
-    found::bites(
-        |seed, broken| run_bitmaps(seed, broken, false),
-        (Broken::BehindLate, Broken::Nothing),
-        (0, 0..SEEDS),
-        "lacks what its parents have got",
-    );
+    bites(Broken::BehindLate, "lacks what its parents have got");
 }
 
 #[test]
