@@ -310,6 +310,18 @@ class PeerTest(unittest.TestCase):
             file.truncate(size_bytes)
         return path
 
+    def loop_device(self, file):
+        """A loop device over the file, as a volume is; it goes with the test."""
+        need("losetup", "mount")
+        if os.geteuid() != 0:
+            self.skipTest("loop devices need root")
+        made = run("losetup", "--find", "--show", file, ok=None)
+        if made.returncode != 0:
+            self.skipTest(f"no loop device: {text(made.stderr).strip()}")
+        device = text(made.stdout).strip()
+        self.addCleanup(run, "losetup", "--detach", device)
+        return device
+
     def assertSame(self, first, second, message=""):
         self.assertTrue(same_content(first, second), f"{first} and {second} differ {message}")
 

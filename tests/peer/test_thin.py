@@ -24,22 +24,14 @@ class Thin(PeerTest):
     def setUp(self):
         if STANDIN:
             self.skipTest("the stand-in does not have devices grow")
-        need("losetup", "mount")
         need("qemu-img", "qemu-utils")
-        if os.geteuid() != 0:
-            self.skipTest("loop devices need root")
         super().setUp()
 
     def loop(self):
         """A loop device over a file full of junk, as a volume is."""
         self.file = self.path("device.raw")
         self.file.write_bytes(os.urandom(FIRST_BYTES))
-        made = run("losetup", "--find", "--show", self.file, ok=None)
-        if made.returncode != 0:
-            self.skipTest(f"no loop device: {text(made.stderr).strip()}")
-        device = text(made.stdout).strip()
-        self.addCleanup(run, "losetup", "--detach", device)
-        return device
+        return self.loop_device(self.file)
 
     def thin(self, form):
         """A device with an empty thin image."""

@@ -319,19 +319,19 @@ mod tests {
     use super::*;
 
     fn lens(segments: &[Segment], skip: usize) -> Vec<usize> {
+        lens_up_to(MAX_TRANSFER, segments, skip)
+    }
+
+    fn lens_up_to(room: usize, segments: &[Segment], skip: usize) -> Vec<usize> {
         let mut out = IoVecs::new();
-        fill_iovecs(segments, skip, &mut out);
+        fill_up_to(room, segments, skip, &mut out);
         out.iter().map(|v| v.iov_len).collect()
     }
 
     #[test]
     fn a_call_takes_no_more_than_it_may() {
         let list = [Segment::zeroed(3), Segment::zeroed(5), Segment::zeroed(4)];
-        let up_to = |room, skip| {
-            let mut out = IoVecs::new();
-            fill_up_to(room, &list, skip, &mut out);
-            out.iter().map(|v| v.iov_len).collect::<Vec<_>>()
-        };
+        let up_to = |room, skip| lens_up_to(room, &list, skip);
         assert_eq!([up_to(4, 0), up_to(4, 4), up_to(4, 8), up_to(9, 3)], [vec![3, 1], vec![4], vec![4], vec![5, 4]]);
     }
 

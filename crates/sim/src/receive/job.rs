@@ -158,7 +158,7 @@ impl Host {
                 // Where it came from, its old parents have their names, and no move has brought them.
                 let is_taken =
                     error.kind() == ErrorKind::Exists && error.to_string().contains("not come here as a parent");
-                let fine = fine || *keeps_chain && is_taken && self.at.starts_with(FOLDER);
+                let fine = fine || *keeps_chain && is_taken && self.is_way_back();
                 // A copy got its name, and the process ended before it was told.
                 let is_whole_copy = *stays && self.there.has_disk(&self.there.at(&name));
                 let fine = fine || (error.kind() == ErrorKind::Denied && is_whole_copy);
@@ -178,6 +178,11 @@ impl Host {
         job.state()
     }
 
+    /// The disk is on the host that it has gone to.
+    fn is_way_back(&self) -> bool {
+        self.at.starts_with(FOLDER)
+    }
+
     /// The disk has gone back into its old image.
     fn count_way_back(&self, job: &Job, has_chain: bool) {
         let is_less = job.report().done_bytes < self.size_bytes / 2;
@@ -189,11 +194,10 @@ impl Host {
 
     /// The other host was only asked what has become of the old image there when the job failed with `error`: as any move to a host that does not answer.
     fn has_only_asked(&self, job: &Job, error: &Error) -> bool {
-        let is_way_back = self.at.starts_with(FOLDER);
         let said = error.to_string();
         let is_trouble =
             error.kind() == ErrorKind::TimedOut || said.contains("connection") || said.contains("nobody listens");
-        is_way_back && is_trouble && job.report().done_bytes == 0
+        self.is_way_back() && is_trouble && job.report().done_bytes == 0
     }
 
     /// Something of a move to `name` is there that is not whole.

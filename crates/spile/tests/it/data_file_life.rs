@@ -1,24 +1,14 @@
 //! The life of disks whose data lie in another file: takeovers under load, with a bitmap in the image as well; backups; other parents.
 
-use std::fs;
-use std::path::Path;
-use std::process::Command;
-
 use crate::common::guests::{Load, nbd, serve, succeed};
-use crate::common::host::bytes_of;
+use crate::common::host::{bytes_by, bytes_of};
 use crate::common::nbd::Client;
-use crate::common::{have, json, ok, run};
+use crate::common::{have, json, ok, qemu_img, run};
 
 const MIB: usize = 1 << 20;
 const ALLOW: &str = "--allow-data-file";
 /// How an image gets its data file: raw, or not.
 const KINDS: [&[&str]; 2] = [&["--data-file", "d.raw", "--data-file-raw"], &["--data-file", "d.raw"]];
-
-fn qemu_img(dir: &Path, words: &[&str]) -> String {
-    let output = Command::new("qemu-img").args(words).current_dir(dir).output().unwrap();
-    assert!(output.status.success(), "qemu-img {words:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
-}
 
 /// True when `changed` counts all of the disk from `offset` on, `len` bytes.
 fn counts(changed: &serde_json::Value, offset: u64, len: u64) -> bool {
@@ -108,12 +98,7 @@ fn a_disk_with_a_data_file_gets_another_parent_that_reads_the_same() {
     ok(dir, &["convert", "one.qcow2", "two.qcow2"]);
     ok(dir, &["create", "d.qcow2", "--parent", "one.qcow2", "--data-file", "d.raw"]);
     write("d.qcow2", 3 * MIB, 2);
-    let content = || {
-        ok(dir, &["convert", "d.qcow2", "bytes.raw", ALLOW]);
-        let bytes = fs::read(dir.join("bytes.raw")).unwrap();
-        fs::remove_file(dir.join("bytes.raw")).unwrap();
-        bytes
-    };
+    let content = || bytes_by(dir, "d.qcow2", &[ALLOW]);
     let before = content();
     ok(dir, &["rebase", "d.qcow2", "--parent", "two.qcow2", ALLOW]);
     let parent = json(dir, &["info", "d.qcow2", "--chain", ALLOW])["layers"][1]["path"].as_str().unwrap().to_owned();

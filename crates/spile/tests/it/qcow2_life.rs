@@ -3,23 +3,15 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
 
 use crate::common::guests::Load;
 use crate::common::host::{bytes_of, names, serve};
 use crate::common::moves::{job, receive, to};
 use crate::common::nbd::Client;
-use crate::common::{eventually, fails, have, json, ok};
+use crate::common::{eventually, fails, have, json, ok, qemu_img};
 use nix::sys::signal::Signal;
 
 const MIB: u64 = 1 << 20;
-
-/// Runs qemu-img, which must succeed.
-fn qemu_img(dir: &Path, args: &[&str]) {
-    let out = Command::new("qemu-img").args(args).current_dir(dir).output().unwrap();
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert!(out.status.success(), "qemu-img {args:?}: {}{}", text(&out.stdout), text(&out.stderr));
-}
 
 /// What the disk holds, after qemu-img has checked each of its images, and has compared it with what Spile reads.
 fn sound(dir: &Path, disk: &str) -> Vec<u8> {

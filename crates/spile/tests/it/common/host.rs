@@ -38,7 +38,12 @@ pub fn names(dir: &Path) -> Vec<String> {
 
 /// What the disk shows.
 pub fn bytes_of(dir: &Path, disk: &str) -> Vec<u8> {
-    ok(dir, &["convert", disk, "bytes.raw", "--to", "raw"]);
+    bytes_by(dir, disk, &[])
+}
+
+/// The same, read with more options.
+pub fn bytes_by(dir: &Path, disk: &str, options: &[&str]) -> Vec<u8> {
+    ok(dir, &[&["convert", disk, "bytes.raw", "--to", "raw"], options].concat());
     let bytes = fs::read(dir.join("bytes.raw")).unwrap();
     fs::remove_file(dir.join("bytes.raw")).unwrap();
     bytes

@@ -257,6 +257,14 @@ pub fn have(program: &str, test: &str) -> bool {
     found.is_ok()
 }
 
+/// What qemu-img says, which must succeed.
+pub fn qemu_img(dir: &Path, args: &[&str]) -> String {
+    let out = Command::new("qemu-img").args(args).current_dir(dir).output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(out.status.success(), "qemu-img {args:?}: {}{}", text(&out.stdout), text(&out.stderr));
+    text(&out.stdout)
+}
+
 /// Voluntary context switches of all threads: how often they went to sleep, so how often they were woken.
 fn wake_ups(pid: u32) -> u64 {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
