@@ -28,6 +28,8 @@ pub struct GrowOptions {
     pub ahead_bytes: Option<u64>,
     /// The longest time that the program may take.
     pub timeout: Option<Duration>,
+    /// A disk that can never need the program is served without it, and not refused.
+    pub leaves_others: bool,
 }
 
 impl GrowOptions {
@@ -52,6 +54,7 @@ impl GrowOptions {
             command: self.command.clone().or_else(|| server.command.clone()),
             ahead_bytes: self.ahead_bytes.or(server.ahead_bytes),
             timeout: self.timeout.or(server.timeout),
+            leaves_others: self.command.is_none() && server.leaves_others,
         }
     }
 
@@ -94,8 +97,12 @@ mod tests {
             command: Some("/bin/true".into()),
             ahead_bytes: Some(1),
             timeout: Some(Duration::from_secs(5)),
+            leaves_others: true,
         };
-        assert_eq!(own.or(&server), GrowOptions { ahead_bytes: Some(64 << 20), ..server });
+        assert_eq!(own.or(&server), GrowOptions { ahead_bytes: Some(64 << 20), ..server.clone() });
+        // Who names a program for one disk means that disk.
+        own.read_option("grow", "/bin/false").unwrap();
+        assert!(!own.or(&server).leaves_others);
     }
 
     #[test]

@@ -9,7 +9,7 @@ import shutil
 
 from kernel import initramfs
 from machine import root_image
-from support import MIB, STANDIN, chain, check, run, sha256, spile, spile_json, write_scattered
+from support import MIB, STANDIN, chain, check, run, sha256, spile, spile_json, text, write_scattered
 from vhost import PLACES, Sockets, VhostMachine, VhostServer, qemu_version, wait_until
 
 ROOT_BYTES = 512 * MIB
@@ -43,19 +43,24 @@ class Lab:
     def start(self):
         self.initramfs = initramfs(self.folder / "initramfs", self.kernel)
         self.disks = self.make_disks()
-        self.parents = {path: sha256(path) for path in self.folder.glob("*-parent.vhd")}
+        self.parents = {path: sha256(path) for path in self.folder.glob("*-parent.*")}
         self.start_server()
         self.boot()
 
     def make_disks(self):
         plain = empty(self.folder / "plain.raw", DISK_BYTES)
         run("mke2fs", "-q", "-F", "-t", "ext4", plain)
+        root = root_image(self.folder, self.folder / "root.raw", ROOT_BYTES, ["fio"])
+        work = write_scattered(self.folder / "work.raw", DISK_BYTES, seed=3)
         return {
-            "root": chain(root_image(self.folder, self.folder / "root.raw", ROOT_BYTES, ["fio"])),
-            "work": chain(write_scattered(self.folder / "work.raw", DISK_BYTES, seed=3)),
+            **self.chains(root, work),
             "plain": plain,
             "spare": empty(self.folder / "spare.raw", DISK_BYTES),
         }
+
+    def chains(self, root, work):
+        """The disks of the guest's root and of its work, with these contents."""
+        return {"root": chain(root), "work": chain(work)}
 
     def start_server(self):
         self.server = VhostServer(self.folder, self.disks, self.sockets, options=self.OPTIONS)
@@ -158,11 +163,14 @@ class Lab:
         if code != 0:
             raise AssertionError(f"the server ended with {code}:\n{self.server.output()}")
         for path in self.disks.values():
-            if path.suffix == ".vhd":
-                check(path)
+            self.check_image(path)
         for path, before in self.parents.items():
             if sha256(path) != before:
                 raise AssertionError(f"{path} changed under its child")
+
+    def check_image(self, path):
+        if path.suffix == ".vhd":
+            check(path)
 
     def destroy(self):
         """Ends everything that still runs, wherever the test has stopped."""
@@ -182,6 +190,40 @@ class Lab:
         else:
             spile("convert", self.disks[name], copy)
         return copy
+
+
+class Qcow2Lab(Lab):
+    """The root is Spile's child of a compressed image by QEMU, as distributions publish them; the disk for the work is QEMU's child of an image by
+    Spile. QEMU reads and checks what they are left with."""
+
+    def chains(self, root, work):
+        below = [path.with_name(f"{path.stem}-parent.qcow2") for path in (root, work)]
+        above = [path.with_suffix(".qcow2") for path in (root, work)]
+        run("qemu-img", "convert", "-c", "-f", "raw", "-O", "qcow2", root, below[0])
+        spile("create", above[0], "--parent", below[0])
+        spile("convert", work, below[1])
+        run("qemu-img", "create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", below[1], above[1])
+        return {"root": above[0], "work": above[1]}
+
+    def check_image(self, path):
+        if path.suffix == ".qcow2":
+            self.check_by_qemu(path)
+            # What killed servers have left is given back, and nothing else is found.
+            spile("check", path, "--repair")
+            run("qemu-img", "check", "-q", "-f", "qcow2", path)
+
+    def flat(self, name):
+        # Spile waits until the kernel has given up the files of a server that was killed.
+        copy, disk = super().flat(name), self.disks[name]
+        self.check_by_qemu(disk)
+        run("qemu-img", "compare", "-f", "qcow2", "-F", "raw", disk, copy)
+        return copy
+
+    def check_by_qemu(self, path):
+        # Exit code 3: clusters that nobody uses are counted as used. A server was killed.
+        state = run("qemu-img", "check", "-f", "qcow2", path, ok=None)
+        if state.returncode not in (0, 3):
+            raise AssertionError(text(state.stdout + state.stderr))
 
 
 def empty(path, size_bytes):

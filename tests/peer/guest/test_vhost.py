@@ -1,6 +1,6 @@
-"""A real guest with its disks on vhost-user-blk: a distribution's kernel, root on a chain.
+"""A real guest with its disks on vhost-user-blk: a distribution's kernel, root on a chain of VHDs, and of qcow2 images.
 
-One boot serves all tests that leave the guest well. A test that fails ends it, and the next boots
+One boot of each serves all tests that leave the guest well. A test that fails ends it, and the next boots
 again; the last ends it on purpose.
 """
 
@@ -14,7 +14,7 @@ import unittest
 from contextlib import contextmanager
 
 from kernel import kernel
-from lab import DEVICES, LIMIT_S, Lab
+from lab import DEVICES, LIMIT_S, Lab, Qcow2Lab
 from support import GIB, MIB, STANDIN, TARGET, need, run, text
 from vhost import PLACES, QUEUES, need_server, serial, wait_until
 
@@ -23,7 +23,10 @@ KILLS = 6
 ROUNDS = 6
 
 
-class VhostGuest(unittest.TestCase):
+class GuestTests:
+    """Tests that share a guest, for each kind of disks."""
+
+    LAB = Lab
     lab = None
 
     @classmethod
@@ -55,7 +58,7 @@ class VhostGuest(unittest.TestCase):
         try:
             if cls.lab is None:
                 TARGET.mkdir(parents=True, exist_ok=True)
-                cls.lab = Lab(cls.kernel, pathlib.Path(tempfile.mkdtemp(prefix="vhost-", dir=TARGET)))
+                cls.lab = cls.LAB(cls.kernel, pathlib.Path(tempfile.mkdtemp(prefix="vhost-", dir=TARGET)))
                 cls.lab.start()
             yield cls.lab
             self.assertEqual(cls.lab.complaints(), "")
@@ -66,6 +69,56 @@ class VhostGuest(unittest.TestCase):
             if not well:
                 cls.drop()
 
+    def test_server_is_killed_under_verified_work(self):
+        with self.guest() as lab:
+            dice = random.Random(5)
+            lab.begin_work()
+            for turn in range(KILLS):
+                lab.server.kill()
+                lab.start_server()
+                # Sometimes the next kill comes while QEMU connects and the server recovers.
+                if turn % 3 == 1:
+                    time.sleep(dice.uniform(0, 0.3))
+                else:
+                    lab.wait_progress()
+            lab.end_work()
+
+    # Its name makes it the last test: it ends the guest that the others share.
+    def test_what_was_synced_survives_the_end_of_all(self):
+        with self.guest() as lab:
+            lab.machine.ask("start rounds write")
+            wait_until(lambda: self.told(lab) >= ROUNDS, LIMIT_S, f"{ROUNDS} rounds")
+            last = self.told(lab)
+            lab.die()
+            copy = lab.flat("root")
+            # Exit code 1 means that something was repaired. The replay of the journal counts as a repair.
+            replay = run("e2fsck", "-E", "journal_only", "-p", copy, ok=None)
+            self.assertIn(replay.returncode, (0, 1), text(replay.stdout + replay.stderr))
+            run("e2fsck", "-fn", copy)
+            lab.start_server()
+            lab.boot()
+            self.assertEqual(lab.machine.ask(f"last={last}; verify"), f"SPILE VERIFIED {last}")
+
+    def told(self, lab):
+        """The last round that the guest has synced, 0 before the first."""
+        words = lab.machine.ask("grep SYNCED /tmp/rounds.log | tail -n 1").split()
+        return int(words[-1]) if words else 0
+
+
+class Qcow2Guest(GuestTests, unittest.TestCase):
+    """Its disks are qcow2 chains."""
+
+    LAB = Qcow2Lab
+
+    @classmethod
+    def setUpClass(cls):
+        if STANDIN:
+            raise unittest.SkipTest("the stand-in is given no chains")
+        need("qemu-img", "qemu-utils")
+        super().setUpClass()
+
+
+class VhostGuest(GuestTests, unittest.TestCase):
     def test_every_queue_and_the_serial_are_there(self):
         with self.guest() as lab:
             for name, device in DEVICES.items():
@@ -99,20 +152,6 @@ class VhostGuest(unittest.TestCase):
         lab.machine.ask(f"rm {mount}/filler && sync && fstrim -v {mount} && sync")
         # The file system may keep some space for itself, and an image less than one block.
         self.assertLess(lab.allocated(name), filled - size_mib * MIB // 2, f"{name} did not shrink")
-
-    def test_server_is_killed_under_verified_work(self):
-        with self.guest() as lab:
-            dice = random.Random(5)
-            lab.begin_work()
-            for turn in range(KILLS):
-                lab.server.kill()
-                lab.start_server()
-                # Sometimes the next kill comes while QEMU connects and the server recovers.
-                if turn % 3 == 1:
-                    time.sleep(dice.uniform(0, 0.3))
-                else:
-                    lab.wait_progress()
-            lab.end_work()
 
     def test_second_server_takes_over_under_verified_work(self):
         if STANDIN:
@@ -222,24 +261,3 @@ class VhostGuest(unittest.TestCase):
 
     def wait_in_guest(self, lab, condition):
         wait_until(lambda: lab.machine.ask_status(condition)[0] == 0, LIMIT_S, condition)
-
-    # Its name makes it the last test: it ends the guest that the others share.
-    def test_what_was_synced_survives_the_end_of_all(self):
-        with self.guest() as lab:
-            lab.machine.ask("start rounds write")
-            wait_until(lambda: self.told(lab) >= ROUNDS, LIMIT_S, f"{ROUNDS} rounds")
-            last = self.told(lab)
-            lab.die()
-            copy = lab.flat("root")
-            # Exit code 1 means that something was repaired. The replay of the journal counts as a repair.
-            replay = run("e2fsck", "-E", "journal_only", "-p", copy, ok=None)
-            self.assertIn(replay.returncode, (0, 1), text(replay.stdout + replay.stderr))
-            run("e2fsck", "-fn", copy)
-            lab.start_server()
-            lab.boot()
-            self.assertEqual(lab.machine.ask(f"last={last}; verify"), f"SPILE VERIFIED {last}")
-
-    def told(self, lab):
-        """The last round that the guest has synced, 0 before the first."""
-        words = lab.machine.ask("grep SYNCED /tmp/rounds.log | tail -n 1").split()
-        return int(words[-1]) if words else 0

@@ -25,11 +25,11 @@ def backend(host, kind="vbd"):
 class Spile:
     """`spile xen-backend` in dom0, for disks of type `kind`."""
 
-    def __init__(self, host, kind="vbd"):
+    def __init__(self, host, kind="vbd", options=""):
         self.host = host
         self.kind = kind
         self.name = f"backend-{kind}"
-        host.ask(f"start {self.name} spile xen-backend --run-dir {RUN_DIR} --type {kind}")
+        host.ask(f"start {self.name} spile xen-backend --run-dir {RUN_DIR} --type {kind} {options}")
 
     def nodes(self, image, access="copy"):
         """Returns the xenstore nodes of a disk's backend that name this image."""

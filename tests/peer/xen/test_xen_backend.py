@@ -1,7 +1,20 @@
-"""`spile xen-backend` under Linux's blkfront in dom0 itself, on a real Xen: every way to the front's memory."""
+"""`spile xen-backend` under Linux's blkfront in dom0 itself, on a real Xen: every way to the front's memory, and disks that grow."""
 
+import os
+
+from backends import Spile
+from disks import Vbd
 from served import SIZE_MIB, ServedTest
-from support import MIB, STANDIN
+from support import MIB, STANDIN, need, run, sha256
+
+VOLUME_MIB = 4
+# Makes a loop device longer as a volume is: first the file below it. What it has gained is junk.
+GROW = """#!/bin/busybox sh
+set -e
+have=$(stat -c %s /data/volume.raw)
+[ $have -ge $3 ] || head -c $(($3 - have)) /dev/urandom >> /data/volume.raw
+losetup -c $1
+"""
 
 
 class XenBackend(ServedTest):
@@ -72,3 +85,52 @@ class XenBackend(ServedTest):
             host.ask(f"dd if=/tmp/last of=/dev/xvda bs=4k seek={seek} oflag=direct conv=notrunc,fsync")
             host.ask(f"dd if=/dev/xvda bs=4k skip={seek} iflag=direct | cmp - /tmp/last")
             self.detach(vbd, "plain")
+
+    @classmethod
+    def images(cls, folder):
+        if STANDIN:
+            return super().images(folder)
+        need("qemu-img", "qemu-utils")
+        volume, hook = folder / "volume.raw", folder / "grow"
+        run("qemu-img", "create", "-q", "-f", "qcow2", volume, SIZE_MIB * MIB)
+        used = volume.stat().st_size
+        with volume.open("ab") as file:
+            file.write(os.urandom(VOLUME_MIB * MIB - used))
+        hook.write_text(GROW)
+        hook.chmod(0o755)
+        # What front ends have read of volumes, by name.
+        cls.volumes = {}
+        return [*super().images(folder), volume, hook]
+
+    def test_thin_qcow2_on_a_device_that_grows(self):
+        if STANDIN:
+            self.skipTest("the kernel's back end knows no qcow2")
+        with self.host() as host:
+            host.ask("load loop && load xen_blkfront && losetup /dev/loop0 /data/volume.raw")
+            thin = Spile(host, "thin", "--grow /data/grow --grow-ahead 2M")
+            nodes = {"params": "qcow2:/dev/loop0", "spile-access": "copy"}
+            vbd = Vbd(host, "xvdb", nodes, kind="thin").attach().wait_connected()
+            # A disk that cannot need the command is served beside it.
+            plain = Vbd(host, "xvdc", thin.nodes("/data/work.vhd"), kind="thin").attach().wait_connected()
+            self.assertEqual((vbd.sectors(), plain.sectors()), (SIZE_MIB << 11, SIZE_MIB << 11))
+            host.ask("dd if=/dev/urandom of=/tmp/data bs=1M count=24 && dd if=/tmp/data of=/dev/xvdb bs=1M seek=8 oflag=direct")
+            thin.kill(vbd)
+            host.ask("dd if=/dev/xvdb bs=1M skip=8 count=24 iflag=direct | cmp - /tmp/data")
+            length = int(host.ask("stat -c %s /data/volume.raw"))
+            self.assertTrue(32 * MIB > length > 24 * MIB, f"the device has {length} bytes")
+            seen = host.ask("sum_of /dev/xvdb")
+            for disk in (vbd, plain):
+                disk.detach()
+            host.ask("until_true 'losetup -d /dev/loop0' && rm /tmp/data")
+            thin.stop()
+        self.volumes["volume.raw"] = seen
+
+    @classmethod
+    def compare_images(cls):
+        super().compare_images()
+        for name, seen in getattr(cls, "volumes", {}).items():
+            image, flat = cls.fetch(name), cls.folder / "flat-volume.raw"
+            run("qemu-img", "check", "-q", "-f", "qcow2", image)
+            run("qemu-img", "convert", "-f", "qcow2", "-O", "raw", image, flat)
+            if sha256(flat) != seen:
+                raise AssertionError(f"{name} holds something else than the front saw")

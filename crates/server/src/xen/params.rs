@@ -8,9 +8,10 @@ use spile_image::Format;
 use crate::disks::DiskSpec;
 
 /// Prefixes that name a format, ours and those that toolstacks write.
-const PREFIXES: &[(&str, Format)] = &[("vhd:", Format::Vhd), ("raw:", Format::Raw), ("aio:", Format::Raw)];
+const PREFIXES: &[(&str, Format)] =
+    &[("vhd:", Format::Vhd), ("qcow2:", Format::Qcow2), ("raw:", Format::Raw), ("aio:", Format::Raw)];
 
-/// The disk that `params` means: `[vhd:|raw:|aio:]PATH`, `null:SIZE` or `mem:SIZE`. Without a prefix the extension tells the
+/// The disk that `params` means: `[vhd:|qcow2:|raw:|aio:]PATH`, `null:SIZE` or `mem:SIZE`. Without a prefix the extension tells the
 /// format.
 ///
 /// # Errors
@@ -37,10 +38,11 @@ mod tests {
     fn prefixes_name_the_format() {
         let spec = |text: &str| parse(text, false).unwrap();
         assert_eq!(spec("vhd:/a/b.raw").format, Some(Format::Vhd));
+        assert_eq!(spec("tap:qcow2:/dev/storage/vm").format, Some(Format::Qcow2));
         assert_eq!(spec("tap:aio:/a").source, Locator::Path("/a".into()));
         assert_eq!(spec("/a/b.vhd").format, None);
         assert_eq!(spec("null:1M").source, Locator::Null(1 << 20));
-        for bad in ["", "null:x", "vhd:", "tap:"] {
+        for bad in ["", "null:x", "vhd:", "qcow2:", "tap:"] {
             assert!(parse(bad, false).is_err() || parse(bad, false).unwrap().format.is_none(), "{bad:?}");
         }
         assert!(parse("", false).is_err());

@@ -156,7 +156,7 @@ struct GuestArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=32751))]
     domain: Option<u16>,
     /// What the back end is to serve: the key `params` of the disk
-    #[arg(long, value_name = "[vhd:|raw:]PATH")]
+    #[arg(long, value_name = "[vhd:|qcow2:|raw:]PATH")]
     params: Option<String>,
     /// How the back end is to reach the guest's memory, instead of the way that it was started with
     #[arg(long, value_name = "copy|map|map-copy|persistent")]

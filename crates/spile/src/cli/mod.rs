@@ -333,7 +333,7 @@ struct GrowArgs {
     /// Run this program when a disk's thin image (qcow2, dynamic VHD) has little room left on its block device: an absolute path. Its
     /// arguments are the device's path, the device's length in bytes, and the length wanted in bytes; it sees PATH, LC_ALL=C and SPILE_DISK,
     /// the disk's name. Guests' writes that find no room wait for it, and see no error when the device is longer then. A disk that is no
-    /// thin image on a block device is refused
+    /// thin image on a block device is refused by `spile serve`, and served without it by `spile xen-backend`
     #[arg(long, value_name = "COMMAND")]
     grow: Option<PathBuf>,
     /// With less room than this, a longer device is wanted: so long that twice as much is free [default: 1G]
@@ -348,7 +348,17 @@ struct GrowArgs {
 impl GrowArgs {
     fn options(&self) -> GrowOptions {
         let Self { grow, grow_ahead, grow_timeout } = self;
-        GrowOptions { command: grow.clone(), ahead_bytes: *grow_ahead, timeout: *grow_timeout }
+        GrowOptions { command: grow.clone(), ahead_bytes: *grow_ahead, timeout: *grow_timeout, leaves_others: false }
+    }
+
+    /// The same options for another process of this program.
+    fn arguments(&self) -> Vec<OsString> {
+        // No field can be forgotten here.
+        let Self { grow, grow_ahead, grow_timeout } = self;
+        let command = grow.as_ref().map(|command| ["--grow".into(), command.into()]);
+        let ahead = grow_ahead.map(|bytes| ["--grow-ahead".into(), bytes.to_string().into()]);
+        let time = grow_timeout.map(|time| ["--grow-timeout".into(), format!("{}us", time.as_micros()).into()]);
+        [command, ahead, time].into_iter().flatten().flatten().collect()
     }
 }
 

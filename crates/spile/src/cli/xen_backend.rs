@@ -12,7 +12,8 @@ use spile_front_blkif::pages::Access;
 use spile_store::CacheMode;
 
 use super::xen_place::XenPlace;
-use super::{Exit, ParentArgs, PolicyArgs, parse_cache, parse_engine, parse_shape, try_say};
+use super::{Exit, GrowArgs, ParentArgs, PolicyArgs, parse_cache, parse_engine, parse_shape, try_say};
+use crate::grow::GrowOptions;
 use crate::listen::Bound;
 use crate::log::{self, complain};
 use crate::notify::notify;
@@ -31,7 +32,7 @@ use crate::xen::disk::{Options, access_name, parse_access, serve};
 ///
 /// Watches the back end's folder in xenstore and starts a process for each disk that a toolstack makes there. A process that
 /// dies is started again, and its guest goes on without an error. The key `params` says which disk it is:
-/// [vhd:|raw:]PATH, where without a prefix the extension tells the format.
+/// [vhd:|qcow2:|raw:]PATH, where without a prefix the extension tells the format.
 ///
 /// The disks' processes go on when this process ends, also when a signal ends it. The next one finds them by their pid files,
 /// RUN-DIR/DOMAIN-DEVICE.pid. A disk grows by `spile resize RUN-DIR/DOMAIN-DEVICE.control SIZE`; `spile ls` lists the disks
@@ -106,6 +107,8 @@ struct DiskArgs {
     workers: u16,
     #[command(flatten)]
     policy: PolicyArgs,
+    #[command(flatten)]
+    grow: GrowArgs,
     /// What to do with the sizes of requests on the way to the disks, as for `spile serve` (off, unless given). `spile shape` changes it for a
     /// disk that is served
     #[arg(long, value_name = "off|split=SIZE|merge=SIZE|auto|tuned", value_parser = parse_shape)]
@@ -135,6 +138,7 @@ impl DiskArgs {
         self.shape.iter().for_each(|shape| pair("--shape", shape.to_string().into()));
         words.extend(self.split_rings.then(|| "--split-rings".into()));
         words.extend(self.policy.arguments());
+        words.extend(self.grow.arguments());
         words.extend(self.parents.arguments());
         words.extend(self.write_parent.then(|| "--write-parent".into()));
         words.extend(self.place.arguments());
@@ -156,6 +160,8 @@ fn answer_scrapes(address: &Address, args: &XenBackendArgs) -> Result<()> {
 pub fn run(args: &XenBackendArgs) -> Result<Exit> {
     log::to_stderr();
     abort_on_panic();
+    // Here somebody reads the error; the disks' processes have no terminal.
+    args.disk.grow.options().check()?;
     let signals = ServerSignals::block()?;
     let store = args.disk.place.open()?;
     let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| Error::io("make an eventfd", errno.into()))?;
@@ -196,6 +202,7 @@ pub fn run_disk(args: &XenDiskArgs) -> Result<Exit> {
     opening.allow_data_file = disk.parents.allow_data_file;
     opening.no_lock = disk.parents.no_lock;
     opening.policy = disk.policy.policy();
+    opening.grow = GrowOptions { leaves_others: true, ..disk.grow.options() };
     opening.shape = disk.shape;
     opening.write_parent = disk.write_parent;
     let options = Options {

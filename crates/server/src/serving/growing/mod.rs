@@ -119,7 +119,7 @@ impl Growth {
     /// `InvalidInput`; as [`GrowOptions::check`].
     pub fn check(&self, options: &GrowOptions, label: &str) -> Result<()> {
         options.check()?;
-        if options.command.is_none() || self.lock().device.is_some() {
+        if options.command.is_none() || options.leaves_others || self.lock().device.is_some() {
             return Ok(());
         }
         let what = "--grow is for a disk whose thin image (qcow2, dynamic VHD) lies on a block device and is written";
