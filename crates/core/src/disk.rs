@@ -99,6 +99,12 @@ pub trait Disk: Send + Sync + 'static {
         let _ = begins;
     }
 
+    /// True when a request may be held back, as for a limit. Then a read is to be executed even where the map of the disk answers it already, so that
+    /// it waits and counts as others do.
+    fn may_hold_back(&self) -> bool {
+        false
+    }
+
     /// Executes [`Io::read`].
     fn read(&self, extent: Extent, into: &Segments) -> impl Future<Output = Result<()>> {
         self.execute(Io::read(extent, into))
@@ -156,6 +162,9 @@ impl<D: Disk> Disk for std::sync::Arc<D> {
     }
     fn hurry(&self, begins: bool) {
         (**self).hurry(begins);
+    }
+    fn may_hold_back(&self) -> bool {
+        (**self).may_hold_back()
     }
     fn extents(&self, extent: Extent, max_runs: usize) -> impl Future<Output = Result<Vec<ExtentStatus>>> {
         (**self).extents(extent, max_runs)

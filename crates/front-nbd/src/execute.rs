@@ -103,6 +103,7 @@ impl<D: Disk> Session<D> {
         let runs = self.runs(request, extent).await;
         if let Runs::Mixed(list) = &runs
             && list.iter().all(|&(_, hole)| hole)
+            && !self.disk.may_hold_back()
         {
             return Ok(Answer::Data(Segments::new(), runs));
         }

@@ -354,6 +354,10 @@ impl<G: Disk> Disk for Node<G> {
         self.meter.measure(Op::Extents, extent.len_bytes, self.disk.extents(extent, max_runs)).await
     }
 
+    fn may_hold_back(&self) -> bool {
+        self.published().is_limited()
+    }
+
     fn hurry(&self, begins: bool) {
         self.haste.hurry(begins);
         self.limits.iter().for_each(|limits| limits.hurry(begins));

@@ -3,8 +3,8 @@
 
 use std::fs;
 use std::io::{ErrorKind as IoKind, Read, Write};
-use std::net::TcpListener;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::net::{TcpListener, TcpStream, ToSocketAddrs as _};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{SocketAddr, UnixStream};
 use std::path::{Path, PathBuf};
@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 
@@ -98,7 +99,7 @@ impl Bound {
     pub fn after_asking(address: &Address, question: Vec<u8>) -> Result<Self> {
         match address {
             Address::Unix(path) => bind_unix(path, question),
-            Address::Tcp(host, port) => bind_tcp(host, *port),
+            Address::Tcp(host, port) => bind_tcp(host, *port, &question),
         }
     }
 
@@ -178,13 +179,19 @@ fn take_passed(passed: &mut listenfd::ListenFd, index: usize) -> Result<Bound> {
     Ok(Bound { fd: tcp.into(), address, pending: None, is_taken_over: false })
 }
 
-fn bind_tcp(host: &str, port: u16) -> Result<Bound> {
+fn bind_tcp(host: &str, port: u16, question: &[u8]) -> Result<Bound> {
     let failed = |e: std::io::Error| {
         let in_use = e.kind() == IoKind::AddrInUse;
         let error = Error::io(format!("cannot listen on tcp:{host}:{port}"), e);
         if in_use { error.hint("another program listens there") } else { error }
     };
-    let listener = TcpListener::bind((host, port)).map_err(failed)?;
+    let mut patience = Patience::new(format!("tcp:{host}:{port}"));
+    let listener = loop {
+        match TcpListener::bind((host, port)) {
+            Err(e) if e.kind() == IoKind::AddrInUse && !is_tcp_alive(host, port, question) && patience.has_more() => {}
+            bound => break bound.map_err(failed)?,
+        }
+    };
     // The port that the system chose, if it was left to it.
     let port = listener.local_addr().map_err(failed)?.port();
     Ok(Bound {
@@ -193,6 +200,16 @@ fn bind_tcp(host: &str, port: u16) -> Result<Bound> {
         pending: None,
         is_taken_over: false,
     })
+}
+
+/// True when a server answers at this address, or it cannot be asked. Where nobody listens, none does.
+fn is_tcp_alive(host: &str, port: u16, question: &[u8]) -> bool {
+    let Ok(mut places) = (host, port).to_socket_addrs() else { return true };
+    let Some(place) = places.next() else { return true };
+    match TcpStream::connect_timeout(&place, ANSWER) {
+        Ok(stream) => answers(&stream, question),
+        Err(e) => e.kind() != IoKind::ConnectionRefused && e.kind() != IoKind::TimedOut,
+    }
 }
 
 fn bind_unix(path: &Path, question: Vec<u8>) -> Result<Bound> {
@@ -257,22 +274,11 @@ fn refuse_busy(path: &Path, question: &[u8]) -> Result<()> {
             .at_path(path)
             .hint("remove it or choose another path"));
     }
-    let end = Instant::now() + WIND_UP;
-    let mut is_told = false;
+    let mut patience = Patience::new(path.display().to_string());
     loop {
         match UnixStream::connect(path) {
             Err(e) if e.kind() == IoKind::ConnectionRefused => return Ok(()),
-            Ok(stream) if !answers(&stream, question) && Instant::now() < end => {
-                if !std::mem::replace(&mut is_told, true) {
-                    let path = path.display();
-                    tracing::warn!(
-                        "{path}: nobody answers on this socket, which a server that was just killed may still have: \
-                        waiting {} s for its end",
-                        WIND_UP.as_secs()
-                    );
-                }
-                std::thread::sleep(PAUSE);
-            }
+            Ok(stream) if !answers(&stream, question) && patience.has_more() => {}
             _ => return Err(busy(path)),
         }
     }
@@ -286,8 +292,41 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// A live server answers within this time.
 const ANSWER: Duration = Duration::from_secs(1);
 
-fn answers(mut stream: &UnixStream, question: &[u8]) -> bool {
-    let patient = stream.set_read_timeout(Some(ANSWER)).and_then(|()| stream.set_write_timeout(Some(ANSWER)));
+/// Waits for the end of a server that was just killed, for [`WIND_UP`] at most, and says so once.
+struct Patience {
+    /// The socket, for people.
+    place: String,
+    end: Instant,
+    is_told: bool,
+}
+
+impl Patience {
+    fn new(place: String) -> Self {
+        Self { place, end: Instant::now() + WIND_UP, is_told: false }
+    }
+
+    /// Waits for a moment; false when there was time enough.
+    fn has_more(&mut self) -> bool {
+        if Instant::now() >= self.end {
+            return false;
+        }
+        if !std::mem::replace(&mut self.is_told, true) {
+            let (place, patience_s) = (&self.place, WIND_UP.as_secs());
+            tracing::warn!(
+                "{place}: nobody answers on this socket, which a server that was just killed may still have: waiting \
+                 {patience_s} s for its end"
+            );
+        }
+        std::thread::sleep(PAUSE);
+        true
+    }
+}
+
+fn answers(mut stream: impl Read + Write + AsFd, question: &[u8]) -> bool {
+    let patient = [Timeout::Recv, Timeout::Send]
+        .into_iter()
+        .try_for_each(|which| set_socket_timeout(&stream, which, Some(ANSWER)))
+        .map_err(std::io::Error::from);
     let asked = patient.and_then(|()| stream.write_all(question));
     asked.and_then(|()| stream.read(&mut [0])).is_ok_and(|len| len > 0)
 }
@@ -455,6 +494,32 @@ mod tests {
         let pending = Bound::new(&Address::Unix(dir.path().join("s"))).unwrap();
         let temporary = &pending.pending.as_ref().unwrap().temporary;
         assert_eq!(UnixStream::connect(temporary).unwrap_err().kind(), IoKind::ConnectionRefused);
+    }
+
+    /// The socket of a process that was killed may be there for a while: it takes connections, and says nothing.
+    #[test]
+    fn a_tcp_socket_of_a_dead_server_is_waited_for_and_that_of_a_live_one_is_not() {
+        let dead = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let at = dead.local_addr().unwrap();
+        let address = Address::Tcp("127.0.0.1".to_owned(), at.port());
+        let (tell, told) = std::sync::mpsc::channel();
+        let waits = address.clone();
+        let binder = std::thread::spawn(move || {
+            let bound = Bound::new(&waits);
+            tell.send(()).unwrap();
+            bound
+        });
+        // Whoever listens asks the one that is there.
+        drop(dead.accept().unwrap());
+        assert!(told.recv_timeout(Duration::from_millis(300)).is_err(), "nobody waits for its end");
+        drop(dead);
+        let live = TcpListener::from(binder.join().unwrap().unwrap().fd);
+        let greeter = std::thread::spawn(move || live.accept().unwrap().0.write_all(b"N").unwrap());
+        let begun = Instant::now();
+        let refused = Bound::new(&address).unwrap_err();
+        assert!(refused.to_string().contains("another program listens there"), "{refused}");
+        assert!(begun.elapsed() < WIND_UP);
+        greeter.join().unwrap();
     }
 
     #[test]

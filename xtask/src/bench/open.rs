@@ -1,5 +1,5 @@
-//! How long it takes to open the largest VHD with a chain of thirty, and what memory that takes: once with nothing
-//! in it, once with a base that is full and children with every 64th block.
+//! How long it takes to open chains of thirty, and a qcow2 disk of 16 TiB, and what memory that takes: once with nothing in them, once with a
+//! base that is full and children with every 64th block, or table.
 
 use super::Plan;
 use super::kinds::Front;
@@ -11,20 +11,44 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-/// The largest size that VHD allows.
-const SIZE: &str = "2040G";
-
-/// Every how many blocks one is allocated, in a child of the chain that is not empty.
+/// Every how many blocks (VHD) or tables (qcow2) one is there, in a child of the chain that is not empty.
 const CHILD_STRIDE: u64 = 64;
+
+/// A format, and the disk that is opened.
+struct Form {
+    name: &'static str,
+    /// The virtual size, as `spile create` takes it.
+    size: &'static str,
+    /// Images of its chain.
+    depth: usize,
+    /// Gives every n-th part of a new image a place.
+    allocate: fn(&Path, u64) -> std::io::Result<()>,
+    /// What that part is.
+    part: &'static str,
+}
+
+/// 2040 GiB is the largest size that VHD allows.
+const FORMS: [Form; 3] = [
+    Form { name: "vhd", size: "2040G", depth: 30, allocate: allocate_vhd, part: "block" },
+    Form { name: "qcow2", size: "2040G", depth: 30, allocate: allocate_qcow2, part: "table" },
+    Form { name: "qcow2", size: "16T", depth: 1, allocate: allocate_qcow2, part: "table" },
+];
 
 /// Measures from exec to the first accepted connection, `rounds` times each.
 pub fn run(plan: &Plan, report: &mut Report) -> Result<()> {
-    let depth = if plan.quick { 3 } else { 30 };
+    for form in &FORMS {
+        run_form(plan, form, report)?;
+    }
+    Ok(())
+}
+
+fn run_form(plan: &Plan, form: &Form, report: &mut Report) -> Result<()> {
+    let depth = if plan.quick { form.depth.min(3) } else { form.depth };
     let folder = plan.folder.join("open");
     for is_full in [false, true] {
         let _ = std::fs::remove_dir_all(&folder);
         std::fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
-        let leaf = chain(plan, &folder, depth, is_full)?;
+        let leaf = chain(plan, &folder, form, depth, is_full)?;
         let mut times_ms = Vec::new();
         let mut memory_kib = Vec::new();
         for _ in 0..plan.rounds.max(3) {
@@ -32,26 +56,27 @@ pub fn run(plan: &Plan, report: &mut Report) -> Result<()> {
             times_ms.push(time_ms);
             memory_kib.push(peak_kib);
         }
-        let what = if is_full { "base full, every 64th block in each child" } else { "empty" };
-        report.add_opening(SIZE, depth, what, &mut times_ms, &mut memory_kib);
+        let full = format!("base full, every {CHILD_STRIDE}th {} in each child", form.part);
+        let what = if is_full { full.as_str() } else { "empty" };
+        report.add_opening(form.name, form.size, depth, what, &mut times_ms, &mut memory_kib);
     }
     std::fs::remove_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))
 }
 
-fn chain(plan: &Plan, folder: &Path, depth: usize, is_full: bool) -> Result<PathBuf> {
+fn chain(plan: &Plan, folder: &Path, form: &Form, depth: usize, is_full: bool) -> Result<PathBuf> {
     let mut leaf = PathBuf::new();
     for level in 1..=depth {
-        let path = folder.join(format!("{level}.vhd"));
+        let path = folder.join(format!("{level}.{}", form.name));
         let mut create = Command::new(&plan.spile);
         create.arg("create").arg(&path);
         match level {
-            1 => create.args(["--size", SIZE]),
+            1 => create.args(["--size", form.size]),
             _ => create.arg("--parent").arg(&leaf),
         };
         shell::run(create.stdout(Stdio::null()))?;
         if is_full {
             let stride = if level == 1 { 1 } else { CHILD_STRIDE };
-            allocate(&path, stride).map_err(|error| format!("{}: {error}", path.display()))?;
+            (form.allocate)(&path, stride).map_err(|error| format!("{}: {error}", path.display()))?;
         }
         leaf = path;
     }
@@ -60,7 +85,7 @@ fn chain(plan: &Plan, folder: &Path, depth: usize, is_full: bool) -> Result<Path
 
 /// Gives every `stride`-th block of a new VHD a place, as its BAT would say after years of writes. The blocks
 /// themselves are holes: two TiB do not fit a test machine.
-fn allocate(path: &Path, stride: u64) -> std::io::Result<()> {
+fn allocate_vhd(path: &Path, stride: u64) -> std::io::Result<()> {
     const SECTOR: u64 = 512;
     const BLOCK_SECTORS: u64 = (4096 + (2 << 20)) / SECTOR;
     let file = std::fs::File::options().read(true).write(true).open(path)?;
@@ -81,6 +106,27 @@ fn allocate(path: &Path, stride: u64) -> std::io::Result<()> {
     }
     file.write_all_at(&bat, bat_offset)?;
     file.write_all_at(&footer, sector * SECTOR)
+}
+
+/// Gives every `stride`-th L2 table of a new qcow2 image a place. The tables are holes, so the image shows nothing that it did not before: opening
+/// reads none of them, whatever is in them.
+fn allocate_qcow2(path: &Path, stride: u64) -> std::io::Result<()> {
+    const CLUSTER: u64 = 64 << 10;
+    // The count of such a table is one, so it may be written in place.
+    const COPIED: u64 = 1 << 63;
+    let file = std::fs::File::options().read(true).write(true).open(path)?;
+    let mut header = [0; 48];
+    file.read_exact_at(&mut header, 0)?;
+    let entries = u64::from(u32::from_be_bytes(header[36..40].try_into().unwrap_or_default()));
+    let l1_offset = u64::from_be_bytes(header[40..48].try_into().unwrap_or_default());
+    let mut place = file.metadata()?.len().next_multiple_of(CLUSTER);
+    let mut l1 = vec![0; entries as usize * 8];
+    for table in (0..entries).step_by(stride as usize) {
+        l1[table as usize * 8..][..8].copy_from_slice(&(place | COPIED).to_be_bytes());
+        place += CLUSTER;
+    }
+    file.write_all_at(&l1, l1_offset)?;
+    file.set_len(place)
 }
 
 /// Milliseconds until it accepts, and its peak memory in KiB by then.

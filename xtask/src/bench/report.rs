@@ -106,18 +106,28 @@ impl Report {
     }
 
     /// Prints how long it takes to open a long chain.
-    pub fn add_opening(&mut self, size: &str, depth: usize, what: &str, times_ms: &mut [f64], memory_kib: &mut [f64]) {
+    pub fn add_opening(
+        &mut self,
+        format: &str,
+        size: &str,
+        depth: usize,
+        what: &str,
+        times_ms: &mut [f64],
+        memory_kib: &mut [f64],
+    ) {
         let (time_ms, peak_kib) = (median(times_ms.to_vec()), median(memory_kib.to_vec()));
         let peak_mib = peak_kib / 1024.0;
-        println!("\nopen: a VHD of {size} with a chain of {depth} ({what}), from exec to the first connection");
+        println!(
+            "\nopen: a {format} disk of {size} with a chain of {depth} ({what}), from exec to the first connection"
+        );
         println!("{time_ms:.1} ms, {peak_mib:.1} MiB peak memory");
         for (what, figure, most) in [("ms", time_ms, OPENING_MS), ("MiB", peak_mib, OPENING_MIB)] {
             let (is_hit, word) = if figure <= most { (true, "hit") } else { (false, "missed") };
             let text = format!("{what} ≤ {most:.0}: {figure:.1}, {word}");
-            self.add_verdict(&format!("open/chain {depth}"), &Verdict { text, is_hit: Some(is_hit) });
+            self.add_verdict(&format!("open/{format} {size} chain {depth}"), &Verdict { text, is_hit: Some(is_hit) });
         }
         self.results.push(json!({
-            "line": format!("open/{size} chain {depth}, {what}"), "side": "spile",
+            "line": format!("open/{format} {size} chain {depth}, {what}"), "side": "spile",
             "median_ms": time_ms, "median_peak_kib": peak_kib, "rounds_ms": times_ms,
         }));
     }

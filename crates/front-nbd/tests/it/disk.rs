@@ -2,7 +2,7 @@
 
 use std::future::poll_fn;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Poll, Waker};
 
 use spile_core::{
@@ -19,6 +19,8 @@ pub struct StoreDisk<S> {
     pub read_only: bool,
     /// What the operations so far were.
     pub calls: Calls,
+    /// What [`Disk::may_hold_back`] says.
+    pub holds_back: AtomicBool,
     faults: Mutex<Faults>,
 }
 
@@ -50,7 +52,7 @@ impl<S: Store> StoreDisk<S> {
     pub fn new(store: S) -> Self {
         let read_only = store.info().read_only;
         let (calls, faults) = (Calls::default(), Mutex::default());
-        Self { store, align_bytes: 1, read_only, calls, faults }
+        Self { store, align_bytes: 1, read_only, calls, holds_back: AtomicBool::new(false), faults }
     }
 
     /// The next read or write fails with this kind.
@@ -156,6 +158,10 @@ impl<S: Store> Disk for StoreDisk<S> {
             Op::Discard => self.store.punch_hole(StoreOffset(io.extent.start()), io.extent.len_bytes).await,
             Op::WriteZeroes(how) => self.zero_extent(io.extent, how).await,
         }
+    }
+
+    fn may_hold_back(&self) -> bool {
+        self.holds_back.load(Ordering::Relaxed)
     }
 
     async fn extents(&self, extent: Extent, max_runs: usize) -> Result<Vec<ExtentStatus>> {

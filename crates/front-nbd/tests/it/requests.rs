@@ -186,6 +186,10 @@ on_each_engine! {
         let hole = client.call(Command::Read, 0, 2 << 20, 1 << 20);
         assert!(hole.content.len() == 1 && hole.content[0].2);
         assert_eq!(rig.disk.calls.reads.load(Ordering::Relaxed), reads, "a hole is not read");
+        rig.disk.holds_back.store(true, Ordering::Relaxed);
+        let limited = client.call(Command::Read, 0, 2 << 20, 1 << 20);
+        assert!(limited.content.len() == 1 && limited.content[0].2);
+        assert_eq!(rig.disk.calls.reads.load(Ordering::Relaxed), reads + 1, "a limit must see each read");
     }
 
     fn block_status_tells_the_map(kind) {

@@ -157,7 +157,8 @@ enum Command {
 /// Runs the program on the process's arguments.
 pub fn run() -> ExitCode {
     let format = ending::ErrorFormat::of_arguments(std::env::args_os());
-    let cli = match help::command().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches)) {
+    let words = options::join_values(std::env::args_os());
+    let cli = match help::command().try_get_matches_from(words).and_then(|matches| Cli::from_arg_matches(&matches)) {
         Ok(cli) => cli,
         Err(error) => return format.usage(&error),
     };

@@ -1,5 +1,6 @@
 //! The options of formats with clusters, by Spile's names and, with `-o`, by those of qemu-img.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
@@ -16,7 +17,7 @@ pub struct FormatArgs {
     #[arg(long, value_name = "BYTES", value_parser = parse_size)]
     cluster_size: Option<u64>,
     /// Of a qcow2: allocate clusters in 32 parts. A small write into a child then copies nothing. On for a child unless given
-    #[arg(long, value_name = "on|off", value_parser = parse_switch)]
+    #[arg(long, value_name = "on|off", value_parser = parse_switch, num_args = 0..=1, require_equals = true, default_missing_value = "on")]
     extended_l2: Option<bool>,
     /// Of a qcow2: the width of refcounts, 1 to 64; 16 unless given
     #[arg(long, value_name = "BITS")]
@@ -46,6 +47,32 @@ pub enum Preallocate {
     Falloc,
     /// All of it, by writing zeroes.
     Full,
+}
+
+/// Options with a value that may be left out, and the words that are one. `--preallocate` has values with `create` only.
+const JOINED: [(&str, Option<&str>, &[&str]); 2] = [
+    ("--preallocate", Some("create"), &["off", "metadata", "falloc", "full"]),
+    ("--extended-l2", None, &["on", "off"]),
+];
+
+/// The words of a command line, with the value of such an option in one word with it: a value behind a blank could as well be a disk.
+pub fn join_values(words: impl Iterator<Item = OsString>) -> Vec<OsString> {
+    let mut joined: Vec<OsString> = Vec::new();
+    for word in words {
+        let is_value = |(option, verb, values): &(&str, Option<&str>, &[&str])| {
+            let follows = joined.last().is_some_and(|last| last == option);
+            let is_of_verb = verb.is_none_or(|verb| joined.get(1).is_some_and(|word| word == verb));
+            follows && is_of_verb && values.iter().any(|value| word == *value)
+        };
+        match (JOINED.iter().any(is_value), joined.last_mut()) {
+            (true, Some(option)) => {
+                option.push("=");
+                option.push(word);
+            }
+            _ => joined.push(word),
+        }
+    }
+    joined
 }
 
 /// What the options say.
@@ -221,6 +248,19 @@ mod tests {
 
     fn chosen(words: &str) -> Result<Chosen> {
         FormatArgs { qemu_options: vec![words.into()], ..FormatArgs::default() }.choose(Format::Qcow2)
+    }
+
+    #[test]
+    fn a_value_behind_a_blank_belongs_to_its_option_and_a_disk_does_not() {
+        let joined = |line: &str| {
+            let words = join_values(line.split(' ').map(OsString::from));
+            words.into_iter().map(|word| word.into_string().unwrap()).collect::<Vec<_>>()
+        };
+        assert_eq!(joined("spile create --preallocate metadata d"), ["spile", "create", "--preallocate=metadata", "d"]);
+        assert_eq!(joined("spile create --preallocate d"), ["spile", "create", "--preallocate", "d"]);
+        assert_eq!(joined("spile convert a --preallocate full"), ["spile", "convert", "a", "--preallocate", "full"]);
+        assert_eq!(joined("spile convert --extended-l2 off a"), ["spile", "convert", "--extended-l2=off", "a"]);
+        assert_eq!(joined("spile create --extended-l2=on off"), ["spile", "create", "--extended-l2=on", "off"]);
     }
 
     #[test]

@@ -28,17 +28,17 @@ const SPARSE_PIECE_BYTES: usize = 256 << 10;
 
 /// A clone of a large disk that is in use, and one of its snapshot, which nobody writes. Each is served by the same server, and read.
 pub(super) fn clone(world: &World, round: u32) -> Result<Seen> {
-    let disk = world.images.join("disk.vhd");
+    let disk = world.images.join("disk.qcow2");
     create(&disk, world.parameters.cloned_bytes)?;
     let live = Live::start(world.sockets, std::slice::from_ref(&disk), None)?;
     live.scatter(0, 64 << 10, CLONED_WRITES, 1)?;
-    let parent = world.images.join("parent.vhd");
+    let parent = world.images.join("parent.qcow2");
     live.snapshot("parent")?;
     live.scatter(0, 64 << 10, CLONED_WRITES, 2)?;
     let (quiet, used) = in_turns(
         round,
-        || clone_and_read(&live, &parent, &world.images.join("quiet.vhd")),
-        || clone_and_read(&live, &disk, &world.images.join("used.vhd")),
+        || clone_and_read(&live, &parent, &world.images.join("quiet.qcow2")),
+        || clone_and_read(&live, &disk, &world.images.join("used.qcow2")),
     )?;
     live.end()?;
     Ok(vec![(Figure::CloneMs, quiet.0), (Figure::CloneFirstAnswerMs, quiet.1), (Figure::CloneOfADiskInUseMs, used.1)])

@@ -42,7 +42,7 @@ pub struct Parameters {
     /// The size of most disks, in bytes.
     #[serde(rename = "virtual_size_bytes")]
     pub disk_bytes: u64,
-    /// The size of the disk of which clones are made, in bytes; it is sparse. The largest VHD has 2040 GiB.
+    /// The size of the disk of which clones are made, in bytes; it is a sparse qcow2.
     pub cloned_bytes: u64,
     /// Images of the chain of a disk that gets a cold snapshot.
     pub chain: u32,
@@ -76,7 +76,7 @@ impl Parameters {
         Self {
             lines: Line::ALL.to_vec(),
             disk_bytes,
-            cloned_bytes: 2040 << 30,
+            cloned_bytes: 16 << 40,
             chain,
             depth: 32,
             rounds,

@@ -50,15 +50,16 @@ pub fn text(outcome: &Outcome<Parameters, Row>) -> String {
             ]);
         }
     }
-    let Parameters { rounds, disk_bytes, cut_s, depth, there, .. } = &outcome.parameters;
+    let Parameters { rounds, disk_bytes, cloned_bytes, cut_s, depth, there, .. } = &outcome.parameters;
     let there = there.as_ref().map(|folder| format!("; the other host's images lie in {}", folder.display()));
     let missed = outcome.rows.iter().filter(|row| row.kept == Some(false)).count();
     let promised = outcome.rows.iter().filter(|row| row.kept.is_some()).count();
     format!(
         "{rounds} rounds; disks of {} MiB, guests with {depth} requests of 4 KiB in flight, 70 reads and 30 writes of a hundred; the link is cut \
-         for {cut_s} s; clones are of 2040 GiB, the largest VHD: 16 TiB need a format with such sizes{}\n{table}\n{} of {promised} promises are \
+         for {cut_s} s; clones are of {} TiB, qcow2{}\n{table}\n{} of {promised} promises are \
          kept. Those on a guest's runs are judged by the median, the others by every round.",
         disk_bytes >> 20,
+        cloned_bytes >> 40,
         there.unwrap_or_default(),
         promised - missed
     )

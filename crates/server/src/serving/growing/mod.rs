@@ -341,6 +341,7 @@ mod tests {
             command: command.map(PathBuf::from),
             ahead_bytes: Some(10 * MIB),
             timeout: Some(Duration::from_secs(1000)),
+            ..GrowOptions::default()
         };
         let (growth, (sender, events)) = (Growth::new("d".to_owned(), &options), mpsc::channel());
         growth.lock().device = Some("/dev/d".into());
