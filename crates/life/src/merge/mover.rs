@@ -67,6 +67,8 @@ pub(super) struct Mover<'a, 'w, F: Files> {
     portion: Cell<Portion>,
     /// How many bytes were copied with the last batch, and how many nanoseconds that took.
     last_batch: Cell<Option<(u64, u64)>>,
+    /// Why units of this pass stayed in the layer, where the parent had no space for them.
+    stayed: RefCell<Option<Error>>,
 }
 
 /// Units that are moved together.
@@ -85,8 +87,20 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
         sinking: Option<Arc<Sinking<F::Store>>>,
     ) -> Self {
         let (target, lanes) = (Aligned::new(target), Lanes::new(work));
-        let (done_bytes, left_bytes, taken_before_bytes, portion, last_batch) = <_>::default();
-        Self { work, source, target, sinking, lanes, done_bytes, left_bytes, taken_before_bytes, portion, last_batch }
+        let (done_bytes, left_bytes, taken_before_bytes, portion, last_batch, stayed) = <_>::default();
+        Self {
+            work,
+            source,
+            target,
+            sinking,
+            lanes,
+            done_bytes,
+            left_bytes,
+            taken_before_bytes,
+            portion,
+            last_batch,
+            stayed,
+        }
     }
 
     fn whole(&self) -> Extent {
@@ -168,7 +182,16 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
         self.left_bytes.set(self.units_bytes().await?);
         self.tell();
         // A change may have allocated something behind the mover while the merge began.
-        while self.pass().await? {}
+        let mut done_before = self.done_bytes.get();
+        while self.pass().await? {
+            // What was moved makes room for what has stayed. When nothing was moved, nothing does.
+            if let Some(no_space) = self.stayed.take()
+                && self.done_bytes.get() == done_before
+            {
+                return Err(no_space);
+            }
+            done_before = self.done_bytes.get();
+        }
         self.work.job.set_total(self.done_bytes.get());
         Ok(())
     }
@@ -199,14 +222,14 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
 
     /// Copies `units`, and meanwhile has the layer give up the batch that was copied before. When something fails, both have come to
     /// their end.
-    async fn step(&self, before: Batch, units: Vec<Extent>) -> Result<Batch> {
+    async fn step(&self, before: Batch, mut units: Vec<Extent>) -> Result<Batch> {
         if let Some(sinking) = &self.sinking {
             let mut both: Vec<_> = before.units.iter().chain(&units).copied().collect();
             both.sort_unstable_by_key(|unit| unit.start());
             self.work.put(self.source.sinking(sinking, both)).await?;
         }
         let (failures, begun_ns) = (self.failures(), self.work.timer.now_ns());
-        let counted = (self.done_bytes.get(), self.left_bytes.get());
+        let counted = self.counts();
         let copy = self.copy(&units, true);
         let (settled, copied) = match self.work.broken {
             Broken::ForgetBeforeSync => (self.settle(before).await, copy.await),
@@ -219,16 +242,48 @@ impl<'a, 'w, F: Files> Mover<'a, 'w, F> {
             if error.kind() != ErrorKind::NoSpace {
                 return Err(error);
             }
-            self.give_back_for_want_of_space(error).await?;
-            self.done_bytes.set(counted.0);
-            self.left_bytes.set(counted.1);
-            copied = self.copy(&units, true).await;
+            self.count(counted);
+            copied = match self.give_back_for_want_of_space(error).await {
+                Ok(()) => self.copy(&units, true).await,
+                Err(error) if error.kind() == ErrorKind::NoSpace => {
+                    units = self.copy_what_fits(&units, error).await?;
+                    Ok(())
+                }
+                Err(error) => return Err(error),
+            };
         }
         let copied_bytes = self.done_bytes.get() - counted.0;
         if copied_bytes > 0 {
             self.last_batch.set(Some((copied_bytes, self.work.timer.now_ns().saturating_sub(begun_ns))));
         }
         Ok(Batch { units, failures })
+    }
+
+    fn counts(&self) -> (u64, u64) {
+        (self.done_bytes.get(), self.left_bytes.get())
+    }
+
+    fn count(&self, (done_bytes, left_bytes): (u64, u64)) {
+        self.done_bytes.set(done_bytes);
+        self.left_bytes.set(left_bytes);
+    }
+
+    /// Copies those of `units` that the parent takes without more space, and returns them. The others stay in the layer for another pass: what
+    /// these give back may be enough for them.
+    async fn copy_what_fits(&self, units: &[Extent], no_space: Error) -> Result<Vec<Extent>> {
+        let mut fitting = Vec::new();
+        for unit in units {
+            let counted = self.counts();
+            match self.copy(std::slice::from_ref(unit), true).await {
+                Ok(()) => fitting.push(*unit),
+                Err(error) if error.kind() == ErrorKind::NoSpace => self.count(counted),
+                Err(error) => return Err(error),
+            }
+        }
+        if fitting.len() < units.len() {
+            self.stayed.replace(Some(no_space));
+        }
+        Ok(fitting)
     }
 
     /// Has the layer's file give back so much of what it holds that a batch finds space, which has found none. The error is `no_space` when it

@@ -77,7 +77,8 @@ async fn older(path: &Path) -> Result<Option<AnyStore>> {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         opened => {
             let older = opened?;
-            family::refuse_lost_parent(path).await?;
+            let hint = "choose another place; or remove the child first, if it is of no use any more";
+            family::refuse_lost_parent(path).await.map_err(|error| error.hint(hint))?;
             Ok(Some(older))
         }
     }

@@ -125,6 +125,8 @@ async fn check(at: &Locator, format: Format, repair: Option<Lost>, options: &Ope
             Ok(disk) => {
                 report.findings.extend(stamps::changed_parents(disk.layers()).await.into_iter().map(parent_finding))
             }
+            // What is not read here, as an encrypted image, need not be damaged.
+            Err(error) if error.kind() == ErrorKind::Unsupported => return Err(error),
             Err(error) => report.findings.push(chain_finding(&error)),
         }
     }

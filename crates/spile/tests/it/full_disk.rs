@@ -1,9 +1,11 @@
-//! A thin disk on a file system that is really full, under a verified load, until there is space again.
+//! Disks on a file system that is really full: a thin one under a verified load, until there is space again, and a merge, which makes some.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::common::guests::{Load, serve};
+use crate::common::guests::{Load, nbd, serve};
+use crate::common::host::bytes_of;
+use crate::common::nbd::Client;
 use crate::common::{eventually, json, ok};
 
 const MIB: u64 = 1 << 20;
@@ -85,4 +87,42 @@ fn a_vhd_that_fills_up_loses_nothing() {
 #[test]
 fn a_vhd_through_the_page_cache_that_fills_up_loses_nothing() {
     fills_up_and_goes_on("thin.vhd", "a_vhd_through_the_page_cache_that_fills_up_loses_nothing", "page");
+}
+
+/// The layer in the middle has 15 MiB that its parent has, too, and 5 MiB for which the parent needs space: more than is free.
+fn is_merged(name: &str, test: &str) {
+    let dir = tempfile::tempdir().unwrap();
+    let mounted = match Mounted::new(dir.path()) {
+        Ok(mounted) => mounted,
+        Err(why) => return println!("SKIP {test}: {why}"),
+    };
+    let at = mounted.0.as_path();
+    ok(at, &["create", name, "--size", DISK]);
+    let served = serve(at, &[&format!("{name},name=d"), "--nbd", "unix:n"]);
+    let client = Client::connect(&nbd(at, "d")).unwrap();
+    for (from_mib, len_mib, byte, snapshot) in [(0, 20, 1, "s1"), (5, 20, 2, "s2")] {
+        (from_mib..from_mib + len_mib).for_each(|mib| client.write(mib * MIB, &[byte; MIB as usize], false).unwrap());
+        ok(at, &["snapshot", "c", "--name", snapshot]);
+    }
+    drop(client);
+    assert!(served.terminate().success());
+    let before = bytes_of(at, name);
+    let free = rustix::fs::statvfs(at).map(|stat| stat.f_bavail * stat.f_frsize).unwrap();
+    let ballast = std::fs::File::create(at.join("ballast")).unwrap();
+    rustix::fs::fallocate(&ballast, rustix::fs::FallocateFlags::empty(), 0, free - MIB).unwrap();
+    ok(at, &["coalesce", name, "--layer", "s2", "--wait"]);
+    std::fs::remove_file(at.join("ballast")).unwrap();
+    let middle = at.join(name.replace("thin", "s2"));
+    assert!(!middle.exists(), "the layer is there still");
+    assert!(bytes_of(at, name) == before, "the disk shows something else");
+}
+
+#[test]
+fn a_merge_without_space_makes_some_of_what_needs_none() {
+    is_merged("thin.qcow2", "a_merge_without_space_makes_some_of_what_needs_none");
+}
+
+#[test]
+fn a_merge_of_vhds_without_space_makes_some_of_what_needs_none() {
+    is_merged("thin.vhd", "a_merge_of_vhds_without_space_makes_some_of_what_needs_none");
 }
