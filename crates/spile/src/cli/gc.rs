@@ -17,7 +17,7 @@ use serde_json::json;
 use spile_core::{Disk as _, Error, ErrorKind, Locator, Result, ResultExt};
 use spile_image::{Graph, OpenOptions};
 use spile_life::gc::{self, Kind, Next, next_merge};
-use spile_life::jobs::{Note, Plan, State, Wishes};
+use spile_life::jobs::{Merged, Note, Plan, State, Wishes};
 use spile_node::Node;
 use spile_server::checkpoints::Checkpoints;
 use spile_server::family;
@@ -371,25 +371,24 @@ fn merge_by(server: &Path, name: &str, disk: &Path, next: &Next, rate: Option<u6
     typed(call(server, "POST", "/v1/jobs", Some(&order), CHANGE_PATIENCE)?)
 }
 
-/// The merge of which the disk has a note, and the job of its server that works on it. There is none when the server has given the merge up, since the disk
-/// had the child no more: the parent is to take its name still.
+/// The merge of which the disk has a note, and the job of its server that works on it. There is none when the server has given a merge of a layer in the
+/// middle up, since the disk had that no more: the parent is to take its name still.
 fn begun_merge(disk: &Path, server: &Path, name: &str) -> Result<Option<(Next, Option<Job>)>> {
-    let noted = || -> Result<Option<Next>> {
+    let noted = || -> Result<Option<Merged>> {
         let at = disk.to_owned();
         let left = on_engine(move || async move { Note::look(Host::new().tools().asking, &at).await })?;
         Ok(match left {
-            Some(Note { plan: Plan::Coalesce(merged), .. }) if merged.keeps_name => {
-                Some(Next { child: merged.path, parent: merged.parent })
-            }
+            Some(Note { plan: Plan::Coalesce(merged), .. }) => Some(merged),
             _ => None,
         })
     };
-    let Some(next) = noted()? else { return Ok(None) };
-    if let Some(job) = running(server, name, &next.child)? {
-        return Ok(Some((next, Some(job))));
+    let next = |Merged { path, parent, .. }: Merged| Next { child: path, parent };
+    let Some(merged) = noted()? else { return Ok(None) };
+    if let Some(job) = running(server, name, &merged.path)? {
+        return Ok(Some((next(merged), Some(job))));
     }
     // The job may have ended since the note was read. It removes the note before it is done.
-    Ok(noted()?.map(|left| (left, None)))
+    Ok(noted()?.filter(|left| left.keeps_name).map(|left| (next(left), None)))
 }
 
 /// The merge of the layer at `child` of the disk `name` that its server has begun and not ended.
