@@ -1,6 +1,6 @@
 //! The changed blocks of the disk that is moved: [`Marked`] notes for a job what changes.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -31,6 +31,8 @@ pub(crate) struct Tracking {
     pub checkpoints: Checkpoints,
     /// They go along to another host, too, which takes files of the usual grain only.
     pub goes_far: bool,
+    /// How often what a job has noted since some moment has taken the place of what it had noted since an earlier one.
+    pub forward: Cell<u64>,
 }
 
 /// What is beside the new image, the name of its last checkpoint, and the turn.
@@ -79,8 +81,8 @@ pub(crate) fn look_of(world: &World, paths: &[PathBuf]) -> Option<String> {
 impl Tracking {
     /// Nothing is noted yet.
     pub fn new(world: World, broken: Broken) -> Self {
-        let (tracker, turn, checkpoints) = Default::default();
-        Self { world, broken, tracker, turn, checkpoints, goes_far: false }
+        let (tracker, turn, checkpoints, forward) = Default::default();
+        Self { world, broken, tracker, turn, checkpoints, goes_far: false, forward }
     }
 
     pub(super) async fn turn(&self) -> MutexGuardArc<()> {
@@ -249,9 +251,14 @@ impl<S: Store> Marks for Marked<'_, S> {
     fn rename<'a>(&'a self, name: &'a str, to: &'a str) -> Later<'a, ()> {
         Box::pin(async move {
             let _turn = self.of.turn().await;
-            self.end_one(to).await?;
             let changes = self.of.tracker.borrow().clone();
-            changes.ok_or_else(|| Error::new(ErrorKind::NotFound, "nothing is noted"))?.rename(name, to).await
+            let changes = changes.ok_or_else(|| Error::new(ErrorKind::NotFound, "nothing is noted"))?;
+            if !changes.names().await.0.iter().any(|known| known == to) {
+                return changes.rename(name, to).await;
+            }
+            changes.replace(self.node, to, name).await?;
+            self.of.forward.set(self.of.forward.get() + 1);
+            Ok(())
         })
     }
 
