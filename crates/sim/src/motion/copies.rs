@@ -25,6 +25,9 @@ pub(super) fn has_copies(seed: u64) -> bool {
     seed % 7 == 0
 }
 
+/// A client makes so many requests at most while a disk is copied. One that never rests may have the end of the copy put off for ever.
+const MOST_REQUESTS: u64 = 500;
+
 /// What stays over the lives of a process that copies its disk.
 pub(super) struct Copies {
     /// Where the last copy was begun.
@@ -73,7 +76,10 @@ impl Host {
     }
 
     async fn work_on(work: Rc<Workload<MotionNode>>, job: Arc<Job>, mut rng: Rng) {
-        while !job.state().is_over() {
+        for _ in 0..MOST_REQUESTS {
+            if job.state().is_over() {
+                return;
+            }
             pause(&mut rng, 100).await;
             let word = rng.word();
             work.clone().client(Rng::new(word), 1).await;

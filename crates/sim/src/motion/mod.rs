@@ -345,7 +345,7 @@ impl Host {
             host.tracking.check(&node, false, &|| host.has_faults()).await;
             let graph = node.graph().await;
             work.close().await;
-            let closed = host.tracking.close(&graph).await;
+            let closed = host.tracking.close(&*graph).await;
             assert!(closed.is_ok() || host.has_faults(), "the changed blocks do not close: {closed:?}");
         });
         executor.finish(limit)

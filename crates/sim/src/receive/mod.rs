@@ -572,7 +572,7 @@ impl Host {
             host.check_checkpoints(&node).await;
             let graph = node.graph().await;
             work.close().await;
-            let closed = host.tracking.close(&graph).await;
+            let closed = host.tracking.close(&*graph).await;
             assert!(closed.is_ok() || host.has_faults(), "the changed blocks do not close: {closed:?}");
         });
         self.run(executor, limit)
