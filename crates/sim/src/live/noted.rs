@@ -20,7 +20,7 @@ use crate::store::{SimFiles, SimStore};
 
 /// True for the seeds in which disks have checkpoints. The other seeds stay what they were before there were any.
 pub(super) fn has_checkpoints(seed: u64) -> bool {
-    seed % 7 == 0
+    seed.is_multiple_of(7)
 }
 
 impl OnTop for LiveGraph {

@@ -22,7 +22,7 @@ use crate::workload::Workload;
 
 /// True for the seeds in which disks are copied. The other seeds stay what they were before there were copies.
 pub(super) fn has_copies(seed: u64) -> bool {
-    seed % 7 == 0
+    seed.is_multiple_of(7)
 }
 
 /// A client makes so many requests at most while a disk is copied. One that never rests may have the end of the copy put off for ever.
