@@ -164,7 +164,10 @@ pub fn run_live(seed: u64, broken: Broken, trace: bool) -> Result<LiveSummary, F
         let form = is_qcow2.then(|| Form::draw(&mut of_form, block_bytes));
         LiveDisk::new(&world, is_raw, form, size_bytes)
     };
-    let disks = (0..count).map(|_| disk()).collect();
+    let mut disks: Vec<LiveDisk> = (0..count).map(|_| disk()).collect();
+    for (number, disk) in disks.iter_mut().enumerate() {
+        disk.tracking.at = Some(disk.path(number));
+    }
     let host = Rc::new(Host {
         world: world.clone(),
         plan: Rc::new(plan),
@@ -199,6 +202,11 @@ impl LiveDisk {
     /// The format of all its images but a raw first one.
     fn format(&self) -> Format {
         if self.form.is_some() { Format::Qcow2 } else { Format::Vhd }
+    }
+
+    /// The path of the disk of this number.
+    fn path(&self, number: usize) -> PathBuf {
+        PathBuf::from(format!("/images/disk{number}.{}", self.format()))
     }
 
     /// Claims the disk for a change of its images. False while another one is under way.
@@ -244,7 +252,7 @@ impl Host {
     }
 
     fn path(&self, disk: usize) -> PathBuf {
-        PathBuf::from(format!("/images/disk{disk}.{}", self.disks[disk].format()))
+        self.disks[disk].path(disk)
     }
 
     /// Makes the first image of a disk, durable.

@@ -33,6 +33,8 @@ pub(crate) struct Tracking {
     pub goes_far: bool,
     /// How often what a job has noted since some moment has taken the place of what it had noted since an earlier one.
     pub forward: Cell<u64>,
+    /// The disk's path, where it stays there: while a snapshot is made, its image has got another name already.
+    pub at: Option<PathBuf>,
 }
 
 /// What is beside the new image, the name of its last checkpoint, and the turn.
@@ -93,7 +95,7 @@ impl Tracking {
     /// Nothing is noted yet.
     pub fn new(world: World, broken: Broken) -> Self {
         let (tracker, turn, checkpoints, forward) = Default::default();
-        Self { world, broken, tracker, turn, checkpoints, goes_far: false, forward }
+        Self { world, broken, tracker, turn, checkpoints, goes_far: false, forward, at: None }
     }
 
     pub async fn turn(&self) -> MutexGuardArc<()> {
@@ -105,14 +107,18 @@ impl Tracking {
         around(&self.world, self.broken)
     }
 
+    fn path<G: OnTop>(&self, graph: &G) -> PathBuf {
+        self.at.clone().unwrap_or_else(|| graph.path())
+    }
+
     fn found<G: OnTop>(&self, graph: &G) -> Found {
-        found_at(&self.world, &graph.path())
+        found_at(&self.world, &self.path(graph))
     }
 
     /// Opens what lies beside the disk that was just opened.
     pub async fn open<G: OnTop>(&self, node: &Node<G>) {
         let graph = node.graph().await;
-        let disk = graph.path();
+        let disk = self.path(&*graph);
         self.turn.take();
         let before = self.tracker.take();
         if before.as_ref().and_then(|before| before.loss()).is_some_and(|loss| !loss.is_void) {
@@ -135,7 +141,7 @@ impl Tracking {
             return Ok(changes);
         }
         let graph = node.graph().await;
-        let (disk, bytes) = (graph.path(), node.size_bytes());
+        let (disk, bytes) = (self.path(&*graph), node.size_bytes());
         let area_bytes = if self.goes_far { Grain::default().area_bytes } else { 16 << 10 };
         let grain = Grain { block_bytes: 4096, area_bytes };
         let made = Arc::new(Changes::create(self.around(), &disk, bytes, grain, self.found(&*graph)).await?);
@@ -189,7 +195,7 @@ impl Tracking {
     /// Closes them in order, after the disk of `graph`.
     pub async fn close<G: OnTop>(&self, graph: &G) -> Result<()> {
         let Some(changes) = self.tracker.borrow().clone() else { return Ok(()) };
-        let is_beside = Store::path(changes.store()) == names::changes(&graph.path());
+        let is_beside = Store::path(changes.store()) == names::changes(&self.path(graph));
         match is_beside {
             true => changes.close(self.found(graph).stamp).await,
             false => changes.leave().await,
