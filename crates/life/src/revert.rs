@@ -1,6 +1,8 @@
 //! A disk goes back to what a snapshot holds: a new, empty leaf over the snapshot takes the disk's path in one step. No request is at the disk
 //! in that moment. One that is served gets the graph over the new leaf in the same moment.
 //!
+//! What a served disk's checkpoints have to know comes first of all ([`Back::make_ready`]): by the new leaf the disk gets another content, and no request says so.
+//!
 //! The new leaf is made as that of a [snapshot](crate::snapshot), and a crash leaves no more: before the rename the disk is as it was, and
 //! [`recover`](crate::recover) removes the new leaf.
 
@@ -15,7 +17,7 @@ use spile_node::{Node, OldEpoch, close_gates};
 
 use crate::names;
 use crate::recover::recover;
-use crate::snapshot::{check_extension, child_format, refuse_job, remove_if_there};
+use crate::snapshot::{self, Made, Plan, check_extension, child_format, refuse_job, remove_if_there};
 use crate::work::refuse_data_file;
 
 /// The way back of a disk.
@@ -32,11 +34,46 @@ pub struct Back<'a, F: Files> {
     pub given: Option<Format>,
 }
 
-/// The new leaf of a disk that is served, and the graph with it on top.
-pub struct Ready<S: Store, G> {
+/// Notes what a way back changes of a disk.
+pub trait Noting<S: Store> {
+    /// While this is there, nobody makes or removes a checkpoint of the disk: one that is made now would not have marked what was noted before.
+    type Turn;
+
+    /// What differs between the disk `from` and what it is to be, `to`, counts as changed from now on, durably.
+    ///
+    /// # Errors
+    /// Those of the images; the system's.
+    fn note_difference(&self, from: &Graph<S>, to: &Graph<S>) -> impl Future<Output = Result<Self::Turn>>;
+}
+
+/// What a disk that is served has got for its way back, and goes on without meanwhile.
+pub struct Ready<S: Store, G, T> {
+    kept: Option<Kept<S>>,
     leaf: Arc<GraphLayer<S>>,
     /// The graph that the disk is to have.
-    pub graph: Arc<G>,
+    graph: Arc<G>,
+    /// Nobody makes or removes checkpoints.
+    _turn: T,
+}
+
+/// The snapshot of what the disk held, and the graph over it that the disk did not get.
+pub type Kept<S> = (Made<S>, Graph<S>);
+
+impl<S: Store, G, T> Ready<S, G, T> {
+    /// The graph that the disk has got, and what was kept of what it held before. From now on others may make checkpoints.
+    pub fn into_parts(self) -> (Arc<G>, Option<Kept<S>>) {
+        (self.graph, self.kept)
+    }
+
+    /// The graph that the disk is to have.
+    pub fn graph(&self) -> &Arc<G> {
+        &self.graph
+    }
+}
+
+/// What the path of a disk leads to whose graph is `before`.
+fn now<'a, S: Store>(before: &'a Graph<S>, kept: Option<&'a Kept<S>>) -> &'a Graph<S> {
+    kept.map_or(before, |(_, over)| over)
 }
 
 /// Why a disk that is served has not gone back.
@@ -60,47 +97,95 @@ impl<F: Files> Back<'_, F> {
         self.place(graph).await
     }
 
-    /// Makes all that a disk needs which is to go back while it is served, and which goes on meanwhile. `now` is what its path leads to. `options` are those
-    /// for the new leaf; `wrap` makes the disk's graph of it and what is below.
+    /// Makes all that a disk needs which is to go back while it is served, and which goes on meanwhile. `before` is its graph; what it holds is kept by the
+    /// snapshot `keep`. `options` are those for the new leaf; `wrap` makes the disk's graph of it and what is below. What the disk's requests change from now on
+    /// is noted by themselves, and lies in what is kept or lost.
     ///
     /// # Errors
-    /// As [`Back::revert`]. Nothing has changed then.
-    pub async fn make_ready<G: Disk>(
+    /// As [`Back::revert`], [`snapshot::prepare`] and [`Noting::note_difference`]. The disk is as it was then, unless the error says that what it held could not
+    /// be taken back.
+    pub async fn make_ready<G: Disk, N: Noting<F::Store>>(
+        &self,
+        before: &Graph<F::Store>,
+        keep: Option<&Plan>,
+        noting: &N,
+        options: &OpenOptions,
+        wrap: impl FnOnce(Graph<F::Store>) -> G,
+    ) -> Result<Ready<F::Store, G, N::Turn>> {
+        let turn = noting.note_difference(before, self.base).await?;
+        let kept = match keep {
+            Some(plan) => Some(snapshot::prepare(self.files, self.env.clone(), before, plan).await?.into_parts()),
+            None => None,
+        };
+        match self.make_leaf(now(before, kept.as_ref()), options, wrap).await {
+            Ok((leaf, graph)) => Ok(Ready { kept, leaf, graph, _turn: turn }),
+            Err(error) => Err(self.without_kept(kept.as_ref(), error).await),
+        }
+    }
+
+    async fn make_leaf<G: Disk>(
         &self,
         now: &Graph<F::Store>,
         options: &OpenOptions,
         wrap: impl FnOnce(Graph<F::Store>) -> G,
-    ) -> Result<Ready<F::Store, G>> {
+    ) -> Result<(Arc<GraphLayer<F::Store>>, Arc<G>)> {
         let format = self.prepare(now).await?;
         let options = OpenOptions { format: Some(format), read_only: false, ..options.clone() };
         let at = names::new_leaf(now.handles()[0].path());
-        let ready = async {
+        let made = async {
             let leaf = open_layer(self.files, self.env.clone(), at.as_path(), &options).await?;
             let graph = Arc::new(wrap(self.base.with_leaf(leaf.clone()).await?));
-            Ok(Ready { leaf, graph })
+            Ok((leaf, graph))
         };
-        match ready.await {
-            Ok(ready) => Ok(ready),
+        match made.await {
+            Ok(made) => Ok(made),
             Err(error) => Err(self.given_up(now, error).await),
         }
     }
 
-    /// Removes the new leaf that [`Back::make_ready`] has made, because of `error`, which is returned. What cannot be removed goes when the disk is opened next.
-    pub async fn given_up(&self, now: &Graph<F::Store>, error: Error) -> Error {
+    /// Removes the new leaf, because of `error`, which is returned. What cannot be removed goes when the disk is opened next.
+    async fn given_up(&self, now: &Graph<F::Store>, error: Error) -> Error {
         let _ = remove_if_there(self.files, &names::new_leaf(now.handles()[0].path())).await;
         error
     }
 
-    /// Has the disk `node` go back. No request may be at it: they are held back, and those that began before have ended. `now` is what its path leads to.
+    /// Takes back the snapshot of what the disk holds, if there is one, because of `error`, which is returned.
+    async fn without_kept(&self, kept: Option<&Kept<F::Store>>, error: Error) -> Error {
+        match kept {
+            Some((made, _)) => taken_back(error, self.files, made).await,
+            None => error,
+        }
+    }
+
+    /// Removes what was made ready for the disk whose graph is `before`, and which has not gone back because of `failure`. The error says what could not be
+    /// removed, and what the disk is.
+    pub async fn take_back<G, T>(
+        &self,
+        before: &Graph<F::Store>,
+        ready: Ready<F::Store, G, T>,
+        failure: Failure,
+    ) -> Error {
+        let error = match failure {
+            Failure::AsItWas(error) => error,
+            // The path names an image that is whole. Another change of names could make it worse.
+            Failure::Closed(error) => return error,
+        };
+        let kept = ready.kept.as_ref();
+        let error = self.given_up(now(before, kept), error).await;
+        self.without_kept(kept, error).await
+    }
+
+    /// Has the disk `node`, whose graph is `before`, go back. No request may be at it: they are held back, and those that began before have ended.
     ///
     /// # Errors
     /// The storage's; `InvalidInput` when the new graph does not fit the disk, such as one of another size.
-    pub async fn exchange<G: Disk>(
+    pub async fn exchange<G: Disk, T>(
         &self,
         node: &Node<G>,
-        now: &Graph<F::Store>,
-        ready: &Ready<F::Store, G>,
+        before: &Graph<F::Store>,
+        ready: &Ready<F::Store, G, T>,
     ) -> Result<OldEpoch<G>, Failure> {
+        let now = now(before, ready.kept.as_ref());
         let (files, old) = (self.files, &now.handles()[0]);
         let path = old.path().to_owned();
         let gates = match close_gates(vec![(node, ready.graph.clone())]).await {
@@ -173,6 +258,17 @@ impl<F: Files> Back<'_, F> {
                 Err(error.at_path(&disk).hint(hint))
             }
             Err(error) => remove_if_there(files, &new_leaf).await.and(Err(error)),
+        }
+    }
+}
+
+/// Takes back the snapshot `made` of what a disk holds that could not go back, because of `error`, which is returned. It says it when that fails, too.
+pub async fn taken_back<F: Files>(error: Error, files: &F, made: &Made<F::Store>) -> Error {
+    match snapshot::take_back(files, made).await {
+        Ok(()) => error,
+        Err(left) => {
+            let kept = made.plan().snapshot().display();
+            error.hint(format!("what the disk held is in {kept}, which could not be taken back ({left})"))
         }
     }
 }

@@ -15,15 +15,13 @@ use spile_image::layer::Layer as _;
 use spile_life::changes::header::Grain;
 use spile_life::changes::{Broken, Changed, Changes, Checkpoint, Loss, Packed, Surroundings, is_hidden};
 use spile_life::names;
+use spile_life::revert::Noting;
 use spile_node::{Node, Place};
 use spile_store::{AnyStore, CacheMode, HostStore, OsFiles};
 
 use crate::inner_bitmaps::{self, Seen};
 use crate::jobs::Access;
 use crate::look;
-
-/// So many runs of an image are noted at once.
-const RUNS_AT_ONCE: usize = 1 << 16;
 
 /// The disk as requests see it.
 type Disk = Node<Graph<HostStore>>;
@@ -57,7 +55,15 @@ pub struct Carrying<'c> {
 }
 
 /// Held by whoever changes the checkpoints.
-pub(crate) type MutexGuardOfTurns<'c> = async_lock::MutexGuard<'c, Option<Arc<Changes<OsFiles>>>>;
+pub type MutexGuardOfTurns<'c> = async_lock::MutexGuard<'c, Option<Arc<Changes<OsFiles>>>>;
+
+impl<'c> Noting<HostStore> for &'c Checkpoints {
+    type Turn = MutexGuardOfTurns<'c>;
+
+    async fn note_difference(&self, from: &Graph<HostStore>, to: &Graph<HostStore>) -> Result<Self::Turn> {
+        Checkpoints::note_difference(self, from, to).await
+    }
+}
 
 impl Carrying<'_> {
     /// True when there is something beside the image that the disk is to be.
@@ -546,22 +552,21 @@ impl Checkpoints {
         }
     }
 
-    /// The first `layers` images of `graph` are about to be the disk's no more, or to become the disk's: what they have counts as changed from now
-    /// on, durably. Where that cannot be noted, everything does.
+    /// The disk `from` is about to be what `to` is: what differs counts as changed from now on, durably. Until the guard is dropped nobody makes or removes
+    /// checkpoints: one that is made now would not have it marked.
     ///
     /// # Errors
-    /// Those of the images; the system's.
-    pub async fn note_layers(&self, graph: &Graph<HostStore>, layers: usize) -> Result<()> {
-        let Some(changes) = self.now() else { return Ok(()) };
-        let (mut at, end) = (0, graph.size_bytes());
-        while at < end {
-            let runs = graph.own_runs_of(layers, Extent::from_range(at..end), RUNS_AT_ONCE).await?;
-            at = if runs.len() < RUNS_AT_ONCE { end } else { runs[runs.len() - 1].end() };
-            if changes.note(&runs).await.is_err() {
-                return self.forget().await;
-            }
+    /// As [`Changes::note_difference`].
+    pub async fn note_difference(
+        &self,
+        from: &Graph<HostStore>,
+        to: &Graph<HostStore>,
+    ) -> Result<MutexGuardOfTurns<'_>> {
+        let slot = self.changes.lock().await;
+        if let Some(changes) = &*slot {
+            changes.note_difference(from, to).await?;
         }
-        Ok(())
+        Ok(slot)
     }
 
     /// The bytes of `extent` are about to change by other ways than requests: they count as changed from now on, durably. Where that cannot be noted,
@@ -571,8 +576,8 @@ impl Checkpoints {
     /// The system's.
     pub async fn note_extent(&self, extent: Extent) -> Result<()> {
         match self.now() {
-            Some(changes) if changes.note(&[extent]).await.is_err() => self.forget().await,
-            _ => Ok(()),
+            Some(changes) => changes.note_surely(&[extent]).await,
+            None => Ok(()),
         }
     }
 

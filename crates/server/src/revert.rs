@@ -3,16 +3,14 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use spile_core::{Disk as _, Env, Error, Extent, Locator, Result};
+use spile_core::{Disk as _, Env, Error, Locator, Result};
 use spile_engine::{OsEnv, run_blocking};
 use spile_image::create::NewImage;
 use spile_image::layer::Layer as _;
 use spile_image::{Format, Graph, OpenOptions, check_new_child, make_durable};
 use spile_life::revert::Back;
-use spile_life::snapshot::{Made, take_back};
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 
-use crate::checkpoints::Checkpoints;
 use crate::disks;
 use crate::host::Host;
 use crate::jobs::refuse_failed_syncs;
@@ -59,33 +57,8 @@ impl Ground {
         Ok(Self { base: opened, new, allowed })
     }
 
-    /// What the disk `graph` loses and what it gets counts as changed since its checkpoints: all that is in the images that only one of both has.
-    ///
-    /// # Errors
-    /// Those of the images; the system's.
-    pub async fn note_difference(&self, checkpoints: &Checkpoints, graph: &Graph<HostStore>) -> Result<()> {
-        let (from, to) = (graph.layers(), self.base.layers());
-        let shared = from.iter().rev().zip(to.iter().rev()).take_while(|(one, other)| one.path == other.path).count();
-        // A disk that becomes shorter, and longer again later, has lost what lay there.
-        let (size, was) = (self.base.size_bytes().min(graph.size_bytes()), graph.size_bytes());
-        checkpoints.note_extent(Extent::from_range(size..was)).await?;
-        checkpoints.note_layers(graph, from.len() - shared).await?;
-        checkpoints.note_layers(&self.base, to.len() - shared).await
-    }
-
     /// The way back, of a disk that is opened in the format `given` if that is said.
     pub fn back<'a>(&'a self, files: &'a HostFiles, given: Option<Format>) -> Back<'a, HostFiles> {
         Back { files, env: Arc::new(OsEnv), base: &self.base, new: &self.new, given }
-    }
-}
-
-/// Takes back the snapshot of what a disk holds that could not go back. The error says it when that fails, too.
-pub async fn taken_back(error: Error, files: &HostFiles, made: &Made<HostStore>) -> Error {
-    match take_back(files, made).await {
-        Ok(()) => error,
-        Err(left) => {
-            let kept = made.plan().snapshot().display();
-            error.hint(format!("what the disk held is in {kept}, which could not be taken back ({left})"))
-        }
     }
 }

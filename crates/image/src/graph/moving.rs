@@ -70,6 +70,8 @@ pub enum Broken {
     HandOverUnflushed,
     /// A move notes how far its copy is before that is durable.
     NotedBeforeFlush,
+    /// From where on changes are noted moves forward before what has changed until then is copied, and durable.
+    ForwardBeforeFlush,
     /// A move that goes on takes any file of the half's name for its half.
     AnyHalf,
     /// A move back takes the old image as it was left, whoever has written to it since.

@@ -3,7 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use spile_core::{Error, ErrorKind, Extent, Files, GuestOffset, Result, Segment, Store, yield_now};
+use spile_core::{Disk as _, Error, ErrorKind, Extent, Files, GuestOffset, Result, Segment, Store, yield_now};
+use spile_image::Graph;
 
 use super::bits::Bits;
 use super::header::{Header, Interval, Stamp};
@@ -13,6 +14,9 @@ use super::{Changes, Checkpoint, Loss, State, find, forget_last};
 
 /// So many blocks of each interval are counted in one go.
 const STEP_BLOCKS: u64 = 1 << 16;
+
+/// So many runs of an image are noted at once.
+const RUNS_AT_ONCE: usize = 1 << 16;
 
 /// What may have changed since a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -167,6 +171,44 @@ impl<F: Files + Clone> Changes<F> {
             true => Err(Error::new(ErrorKind::Io, "the file of changed blocks was cut short").at_path(&self.path)),
             false => self.store.sync().await,
         }
+    }
+
+    /// As [`Changes::note`]. Where `runs` cannot be noted, everything counts as changed.
+    ///
+    /// # Errors
+    /// The system's, where that cannot be noted either.
+    pub async fn note_surely(&self, runs: &[Extent]) -> Result<()> {
+        match self.note(runs).await {
+            Ok(()) => Ok(()),
+            Err(_) => self.forget_all().await,
+        }
+    }
+
+    /// The disk `from` is about to be what `to` is: what it loses and what it gets counts as changed from now on, durably. That is all that is in the images
+    /// that only one of both has.
+    ///
+    /// # Errors
+    /// Those of the images; the system's.
+    pub async fn note_difference<S: Store>(&self, from: &Graph<S>, to: &Graph<S>) -> Result<()> {
+        let (of_from, of_to) = (from.layers(), to.layers());
+        let both = of_from.iter().rev().zip(of_to.iter().rev());
+        let shared = both.take_while(|(one, other)| one.path == other.path).count();
+        // A disk that becomes shorter, and longer again later, has lost what lay there.
+        let (size, was) = (to.size_bytes().min(from.size_bytes()), from.size_bytes());
+        self.note_surely(&[Extent::from_range(size..was)]).await?;
+        self.note_layers(from, of_from.len() - shared).await?;
+        self.note_layers(to, of_to.len() - shared).await
+    }
+
+    /// What the first `layers` images of `graph` have counts as changed.
+    async fn note_layers<S: Store>(&self, graph: &Graph<S>, layers: usize) -> Result<()> {
+        let (mut at, end) = (0, graph.size_bytes());
+        while at < end {
+            let runs = graph.own_runs_of(layers, Extent::from_range(at..end), RUNS_AT_ONCE).await?;
+            at = if runs.len() < RUNS_AT_ONCE { end } else { runs[runs.len() - 1].end() };
+            self.note_surely(&runs).await?;
+        }
+        Ok(())
     }
 
     /// Closes the changed blocks of a disk that is closed, and whose image looks like `stamp` now. Without a checkpoint nothing

@@ -226,9 +226,15 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             self.status.set_phase(Phase::InStep);
         }
         if self.progress.begins_to_move(self.work, self.copied_bytes.get()).await {
+            let is_early = self.work.broken == Broken::ForwardBeforeFlush;
+            if is_early {
+                self.progress.moves_forward(self.work).await;
+            }
             self.round(false).await?;
             self.flush().await?;
-            self.progress.moves_forward(self.work).await;
+            if !is_early {
+                self.progress.moves_forward(self.work).await;
+            }
         }
         self.work.timer.sleep(BREATH).await;
         let (lags, told) = (pin!(self.mirror.lags()), pin!(self.work.job.told_to_finish()));

@@ -38,7 +38,7 @@ mod status;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use spile_core::{Disk, Error, ErrorKind, Files, Locator, Result};
+use spile_core::{Disk, Error, ErrorKind, Files, Locator, OpenMode, Result};
 use spile_image::layer::{Identity, Layer};
 use spile_image::{Broken, Format, Graph};
 use spile_node::{OldEpoch, Stage};
@@ -55,6 +55,7 @@ use copier::{Copier, Failure, Over};
 use mirror::Mirror;
 pub use note::{Moved, take_back};
 pub use order::{ANSWER, ANSWER_BYTES, Below, InChain, Like, Order, is_name, not_now};
+use parents::JOINT;
 use pauses::Pauses;
 use place::Place;
 use progress::Progress;
@@ -137,6 +138,10 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move, kept: &mut Option<Plac
     for layer in source.handles() {
         refuse_data_file(layer, "a disk with it is not moved", "copy the disk into one file first: spile convert")?;
     }
+    if has_named_copy(work, plan).await? {
+        nothing_to_copy(work).set_phase(Phase::Done);
+        return Ok(());
+    }
     let place = kept.insert(Box::pin(Place::find(work, &source, plan)).await?);
     if let Some(disk) = &place.disk {
         crate::finish_left(work, disk).await?;
@@ -145,10 +150,7 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move, kept: &mut Option<Plac
         note.write(work.files, disk).await?;
         let note = Note::read(work.files, disk).await?.unwrap_or(note);
         if place.go_on(plan, &note) {
-            let status = Arc::new(Status::new(Arc::new(Mirror::new(0, block_bytes(work, 0), work.broken))));
-            work.job.set_status(status.clone());
-            work.job.accept();
-            return Box::pin(name_copy(work, place, plan, &status)).await;
+            return Box::pin(name_copy(work, place, plan, &nothing_to_copy(work))).await;
         }
     }
     let progress = Progress::new(place.disk.clone(), &Plan::Move(plan.clone()));
@@ -158,6 +160,41 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Move, kept: &mut Option<Plac
         let _ = progress.end(work).await;
     }
     moved
+}
+
+/// The status of a job that has nothing to copy any more.
+fn nothing_to_copy<F: Files>(work: &Work<'_, F>) -> Arc<Status> {
+    let status = Arc::new(Status::new(Arc::new(Mirror::new(0, block_bytes(work, 0), work.broken))));
+    work.job.set_status(status.clone());
+    work.job.accept();
+    status
+}
+
+/// True when a process before has given a copy on this host its name, which it gets when it is whole, and has ended right after that: the file of that name is
+/// the half that the note names. Its hidden name goes, and so does what was noted of the disk's changes.
+async fn has_named_copy<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<bool> {
+    let (Locator::Path(to), true) = (&plan.to, plan.stays) else { return Ok(false) };
+    let note = Note::read(work.files, &work.disk_path().await).await?;
+    let note = note.filter(|note| note.plan == Plan::Move(plan.clone()));
+    let Some(copied) = note.and_then(|note| note.copied) else { return Ok(false) };
+    // Somebody may use it by now.
+    let copy = match work.asking.open(&to.into(), OpenMode::ReadOnly).await {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
+        opened => opened?,
+    };
+    // Where the parents were copied, too, they are named behind it.
+    if place::name_of_half(&copy).as_deref() != copied.half.split(JOINT).next() {
+        return Ok(false);
+    }
+    let hidden = names::moving(to);
+    if work.files.is_at(&copy, &hidden).await? {
+        work.files.remove(&hidden).await?;
+    }
+    if let Some(marks) = work.marks {
+        // What stays noted costs a little at each write, and nothing else.
+        let _ = progress::forget_marks(marks).await;
+    }
+    Ok(true)
 }
 
 /// [`begin`], of a disk whose job has its note.

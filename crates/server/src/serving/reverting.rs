@@ -4,7 +4,8 @@
 //! disk's requests back, and waits for those in flight: whatever was answered before belongs to what the disk held. The new leaf takes the disk's path,
 //! and in the same moment the disk gets its graph. Requests that have waited meet what the snapshot holds.
 //!
-//! While requests are held back, nothing is awaited that a request could hold up: no checkpoint, which waits for a flush.
+//! While requests are held back, nothing is awaited that a request could hold up: no checkpoint, which waits for a flush. Nobody makes one from before that on
+//! ([`Noting`](spile_life::revert::Noting)).
 //!
 //! A guest keeps in its memory what it has read before, so a disk that a guest or a client is connected to goes back only by an order that says so.
 
@@ -15,10 +16,10 @@ use std::time::Duration;
 
 use futures_util::future::{Either, select};
 use spile_core::{Disk as _, Error, ErrorKind, Locator, Result};
-use spile_engine::{OsEnv, sleep};
+use spile_engine::sleep;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::revert::{Failure, Ready};
-use spile_life::snapshot::{self, Made, Plan};
+use spile_life::snapshot::{self, Plan};
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use tokio::sync::oneshot;
 
@@ -28,8 +29,8 @@ use super::control::Event;
 use super::disks::{Open, ServedDisk};
 use super::jobs::Held;
 use super::server::Server;
-use crate::checkpoints::Checkpoints;
-use crate::revert::{Ground, taken_back};
+use crate::checkpoints::{Checkpoints, MutexGuardOfTurns};
+use crate::revert::Ground;
 use crate::units::format_size;
 
 /// How long the requests in flight may take to their end, while others wait.
@@ -155,28 +156,11 @@ struct Going {
 }
 
 /// What is there before requests are held back.
-struct Prepared {
+struct Prepared<'c> {
     ground: Ground,
     /// The disk's graph.
     before: Arc<HostGraph>,
-    kept: Kept,
-    ready: Ready<HostStore, HostGraph>,
-}
-
-/// The snapshot of what the disk holds now, if that is kept: its files are in place. And the graph with its new leaf.
-type Kept = Option<(Made<HostStore>, HostGraph)>;
-
-/// What the disk's path leads to while its graph is `before`.
-fn now<'a>(before: &'a HostGraph, kept: &'a Kept) -> &'a HostGraph {
-    kept.as_ref().map_or(before, |(_, over)| over)
-}
-
-/// Takes back the snapshot of what the disk holds, if there is one, because of `error`, which is returned.
-async fn without_kept(error: Error, files: &HostFiles, kept: &Kept) -> Error {
-    match kept {
-        Some((made, _)) => taken_back(error, files, made).await,
-        None => error,
-    }
+    ready: Ready<HostStore, HostGraph, MutexGuardOfTurns<'c>>,
 }
 
 impl Going {
@@ -201,13 +185,15 @@ impl Going {
             false => Box::pin(self.exchange_quiet(&files, &prepared)).await,
         };
         if let Err(failure) = exchanged {
-            return Err(self.take_back(&files, &prepared, failure).await);
+            let Prepared { ground, before, ready } = prepared;
+            return Err(ground.back(&files, self.given).take_back(&before, ready, failure).await);
         }
-        let Prepared { ground, before, kept, ready } = prepared;
+        let Prepared { ground, before, ready } = prepared;
         drop(before);
-        let _ = self.events.send(Event::Exchanged(self.name.clone(), ready.graph.clone()));
+        let (graph, kept) = ready.into_parts();
+        let _ = self.events.send(Event::Exchanged(self.name.clone(), graph.clone()));
         // From its answer on, a process that is killed costs no checkpoint.
-        self.checkpoints.note_images(&ready.graph).await;
+        self.checkpoints.note_images(&graph).await;
         let (mut kept_path, mut trouble) = (None, None);
         if let Some((made, over)) = &kept {
             kept_path = Some(made.plan().snapshot().display().to_string());
@@ -215,24 +201,17 @@ impl Going {
             trouble = settled.err().map(|error| format!("what the disk held may not be durable: {error}"));
         }
         let text = |graph: &HostGraph| graph.handles()[0].path().display().to_string();
-        Ok(Reverted { path: text(&ready.graph), snapshot_path: text(&ground.base), kept_path, trouble })
+        Ok(Reverted { path: text(&graph), snapshot_path: text(&ground.base), kept_path, trouble })
     }
 
-    /// Makes all files, while requests go on: what they change from now on is noted by itself, and lies in what is kept or lost.
-    async fn prepare(&self, files: &HostFiles) -> Result<Prepared> {
+    /// Makes all files, while requests go on.
+    async fn prepare(&self, files: &HostFiles) -> Result<Prepared<'_>> {
         let before = self.disk.graph().await;
         let mut ground = Ground::open(self.cache, before.handles()[0].path(), &self.base, &self.options).await?;
         self.keep_size(&mut ground)?;
-        ground.note_difference(&self.checkpoints, &before).await?;
-        let kept = match &self.plan {
-            Some(plan) => Some(snapshot::prepare(files, Arc::new(OsEnv), &before, plan).await?.into_parts()),
-            None => None,
-        };
-        let back = ground.back(files, self.given);
-        match back.make_ready(now(&before, &kept), &self.options, |graph| graph).await {
-            Ok(ready) => Ok(Prepared { ground, before, kept, ready }),
-            Err(error) => Err(without_kept(error, files, &kept).await),
-        }
+        let (back, noting) = (ground.back(files, self.given), &*self.checkpoints);
+        let ready = back.make_ready(&before, self.plan.as_ref(), &noting, &self.options, |graph| graph).await?;
+        Ok(Prepared { ground, before, ready })
     }
 
     /// A disk that is served keeps its size. What lies behind the end of a shorter snapshot holds zeroes.
@@ -249,7 +228,7 @@ impl Going {
     }
 
     /// Exchanges the disk's graph while no request is at it.
-    async fn exchange_quiet(&self, files: &HostFiles, prepared: &Prepared) -> Result<(), Failure> {
+    async fn exchange_quiet(&self, files: &HostFiles, prepared: &Prepared<'_>) -> Result<(), Failure> {
         let in_flight = self.disk.hold().await.map_err(Failure::AsItWas)?;
         let (late, hurried) = (pin!(sleep(PATIENCE)), pin!(self.disk.hurried()));
         let done = match select(pin!(in_flight.ended()), select(late, hurried)).await {
@@ -268,7 +247,7 @@ impl Going {
         done
     }
 
-    async fn exchange(&self, files: &HostFiles, prepared: &Prepared) -> Result<(), Failure> {
+    async fn exchange(&self, files: &HostFiles, prepared: &Prepared<'_>) -> Result<(), Failure> {
         // Whoever connects from now on meets what the snapshot holds.
         let (ask, answer) = oneshot::channel();
         let _ = self.events.send(Event::InUse(self.name.clone(), ask));
@@ -280,20 +259,8 @@ impl Going {
             Either::Left((Ok(_), _)) => {}
             _ => return Err(Failure::AsItWas(Error::new(ErrorKind::Shutdown, "the server ends, or is busy"))),
         }
-        let Prepared { ground, before, kept, ready } = prepared;
-        ground.back(files, self.given).exchange(&self.disk, now(before, kept), ready).await.map(drop)
-    }
-
-    /// Removes what was prepared. The error says what could not be, and what the disk is.
-    async fn take_back(&self, files: &HostFiles, prepared: &Prepared, failure: Failure) -> Error {
-        let error = match failure {
-            Failure::AsItWas(error) => error,
-            // The path names an image that is whole. Another change of names could make it worse.
-            Failure::Closed(error) => return error,
-        };
-        let Prepared { ground, before, kept, .. } = prepared;
-        let error = ground.back(files, self.given).given_up(now(before, kept), error).await;
-        without_kept(error, files, kept).await
+        let Prepared { ground, before, ready } = prepared;
+        ground.back(files, self.given).exchange(&self.disk, before, ready).await.map(drop)
     }
 
     fn files(&self) -> HostFiles {

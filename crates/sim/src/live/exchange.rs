@@ -35,7 +35,7 @@ pub(super) struct Exchanged {
 type NewGraph = (usize, Made<SimStore>, Arc<LiveGraph>);
 
 impl Host {
-    fn numbers_at() -> Extent {
+    pub(super) fn numbers_at() -> Extent {
         Extent::from_range(0..NUMBER_BYTES)
     }
 
@@ -183,6 +183,9 @@ impl Host {
         let exchanged: Vec<_> =
             opened.map(|((epoch, oracle), (disk, made, new))| Exchanged { disk, made, oracle, epoch, new }).collect();
         self.count(|summary| summary.exchanges += exchanged.len() as u64);
+        for one in &exchanged {
+            self.note_image(one.disk).await;
+        }
         exchanged
     }
 

@@ -10,13 +10,14 @@ use std::sync::Arc;
 use spile_core::{Disk, Result};
 use spile_image::create::{NewImage, NewParent};
 use spile_image::{Graph, OpenOptions};
-use spile_life::revert::{Back, Failure};
-use spile_life::snapshot;
+use spile_life::revert::Back;
 
 use super::exchange::Exchanged;
 use super::files::LiveFiles;
 use super::graph::{Broken, LiveGraph};
+use super::noted::has_checkpoints;
 use super::{Frozen, Host, LiveDisk, LiveNode};
+use crate::motion::marks::found_at;
 use crate::oracle::Oracle;
 use crate::rng::Rng;
 use crate::store::SimStore;
@@ -72,25 +73,37 @@ impl Host {
         let path = self.path(chosen.disk);
         let graph = self.open(chosen.disk, &path, false).await?.graph;
         let base = self.open(chosen.disk, &chosen.path, true).await?.graph;
-        let new = self.begin_way_back(&chosen, &base, base.size_bytes());
+        let new = Self::new_leaf(&chosen, &base, base.size_bytes());
+        self.begin_way_back(&chosen, base.size_bytes());
         let files = self.files_of_way_back();
         let back = Back { files: &files, env: self.world.env(), base: &base, new: &new, given: None };
+        let changes = self.changes_of(chosen.disk, &graph).await?;
+        if let Some(changes) = &changes {
+            changes.note_difference(&graph, &base).await?;
+        }
         back.revert(&graph).await?;
         if let Some(begun) = &mut *self.disks[chosen.disk].going_back.borrow_mut() {
             begun.is_done = true;
+        }
+        if let Some(changes) = changes {
+            changes.close(found_at(&self.world, &path).stamp).await?;
         }
         self.count(|summary| summary.went_back += 1);
         Ok(())
     }
 
-    /// Has one disk go back while clients use it, if it has a snapshot.
+    /// Has one disk go back while clients use it, if it has a snapshot. Where disks have checkpoints, they do so again and again.
     pub(super) async fn go_back_in_use(self: Rc<Self>, nodes: Vec<LiveNode>, mut rng: Rng) {
         for _ in 0..MOST_LOOKS {
             pause(&mut rng, 200).await;
             if let Some(chosen) = self.choose(&mut rng)
                 && self.disks[chosen.disk].claim(self.broken)
             {
-                return self.go_back_claimed(&nodes[chosen.disk], chosen, rng).await;
+                self.clone().go_back_claimed(&nodes[chosen.disk], chosen, rng.split(0)).await;
+                if !has_checkpoints(self.plan.seed) {
+                    return;
+                }
+                rng = rng.split(1);
             }
         }
     }
@@ -113,61 +126,55 @@ impl Host {
         let old = node.graph().await;
         let base = self.open(chosen.disk, &chosen.path, true).await?.graph;
         // The disk went back to a shorter one before. One that is used keeps its size.
-        if base.size_bytes() > node.info().size_bytes {
+        let size_bytes = node.info().size_bytes;
+        if base.size_bytes() > size_bytes {
             return Ok(None);
         }
-        let kept = match rng.chance(1, 2) {
-            true => {
-                let plan = self.plan(node, chosen.disk).await;
-                Some(snapshot::prepare(&self.files(), self.world.env(), &old.graph, &plan).await?.into_parts())
-            }
+        let plan = match rng.chance(1, 2) {
+            true => Some(self.plan(node, chosen.disk).await),
             false => None,
         };
-        let now = kept.as_ref().map_or(&old.graph, |(_, over)| over);
-        let new = self.begin_way_back(&chosen, &base, node.info().size_bytes);
-        let files = self.files_of_way_back();
+        let (new, files) = (Self::new_leaf(&chosen, &base, size_bytes), self.files_of_way_back());
         let back = Back { files: &files, env: self.world.env(), base: &base, new: &new, given: None };
-        let wrap = |graph| LiveGraph { graph, broken: self.broken };
-        let exchanged = match back.make_ready(now, &OpenOptions::default(), wrap).await {
-            Ok(ready) => {
-                pause(rng, 60).await;
-                let in_flight = node.hold().await?;
-                if self.broken != Broken::BackInFlight {
-                    in_flight.ended().await;
-                }
-                let before = disk.oracle.borrow().clone();
-                let exchanged = back.exchange(node, now, &ready).await;
-                let mut copied = Ok(());
-                if exchanged.is_ok() {
-                    disk.oracle.borrow_mut().go_back(&chosen.oracle);
-                    disk.going_back.take();
-                    self.count(|summary| summary.went_back_in_use += 1);
-                    // The numbers of this life are not what has gone back.
-                    copied = self.copy_number(&old, &ready.graph).await;
-                }
-                node.let_go().await;
-                copied?;
-                exchanged.map(|epoch| (epoch, before))
-            }
-            Err(error) => Err(Failure::AsItWas(error)),
+        // What is kept has the disk's path by then.
+        let wrap = |graph| {
+            self.begin_way_back(&chosen, size_bytes);
+            LiveGraph { graph, broken: self.broken }
         };
-        match (exchanged, kept) {
-            (Ok((epoch, oracle)), Some((made, over))) => {
-                let over = Arc::new(LiveGraph { graph: over, broken: self.broken });
-                Ok(Some(Exchanged { disk: chosen.disk, made, oracle, epoch, new: over }))
-            }
-            (Ok(_), None) => Ok(None),
-            (Err(Failure::AsItWas(error)), Some((made, over))) => {
-                let error = back.given_up(&over, error).await;
-                snapshot::take_back(&self.files(), &made).await?;
-                Err(error)
-            }
-            (Err(Failure::AsItWas(error) | Failure::Closed(error)), _) => Err(error),
+        let (noted, options) = (self.noted(chosen.disk), OpenOptions::default());
+        let ready = back.make_ready(&old.graph, plan.as_ref(), &noted, &options, wrap).await?;
+        pause(rng, 60).await;
+        let in_flight = node.hold().await?;
+        if self.broken != Broken::BackInFlight {
+            in_flight.ended().await;
         }
+        let before = disk.oracle.borrow().clone();
+        let exchanged = back.exchange(node, &old.graph, &ready).await;
+        let mut copied = Ok(());
+        if exchanged.is_ok() {
+            disk.oracle.borrow_mut().go_back(&chosen.oracle);
+            disk.going_back.take();
+            self.count(|summary| summary.went_back_in_use += 1);
+            // The numbers of this life are not what has gone back.
+            copied = self.copy_number(&old, ready.graph()).await;
+        }
+        node.let_go().await;
+        let epoch = match exchanged {
+            Ok(epoch) => epoch,
+            Err(failure) => return Err(back.take_back(&old.graph, ready, failure).await),
+        };
+        copied?;
+        let (_, kept) = ready.into_parts();
+        self.note_way_back(chosen.disk, &old.graph, &base).await?;
+        let exchanged = |(made, over)| {
+            let new = Arc::new(LiveGraph { graph: over, broken: self.broken });
+            Exchanged { disk: chosen.disk, made, oracle: before, epoch, new }
+        };
+        Ok(kept.map(exchanged))
     }
 
-    /// Notes that the way back begins, and returns the disk's new leaf.
-    fn begin_way_back(&self, chosen: &Chosen, base: &Graph<SimStore>, size_bytes: u64) -> NewImage {
+    /// The new leaf of a disk that goes back.
+    fn new_leaf(chosen: &Chosen, base: &Graph<SimStore>, size_bytes: u64) -> NewImage {
         let layers = base.layers();
         let name = chosen.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let parent = NewParent {
@@ -177,10 +184,14 @@ impl Host {
             identity: layers[0].identity,
             changed_unix_s: layers[0].facts.changed_unix_s,
         };
+        NewImage { parent: Some(parent), ..NewImage::new(size_bytes) }
+    }
+
+    /// Notes that the way back begins: the disk's path is what it was before.
+    fn begin_way_back(&self, chosen: &Chosen, size_bytes: u64) {
         let old_file = self.world.file_number(&self.path(chosen.disk));
         let begun = GoingBack { old_file, oracle: chosen.oracle.clone(), size_bytes, is_done: false };
         *self.disks[chosen.disk].going_back.borrow_mut() = Some(begun);
-        NewImage { parent: Some(parent), ..NewImage::new(size_bytes) }
     }
 
     /// The rules of the snapshot are broken elsewhere.

@@ -35,6 +35,10 @@ pub enum Broken {
     BackLeafNotDurable,
     /// A disk that is used goes back while requests are at it.
     BackInFlight,
+    /// What differs counts as changed only when a disk that is used has gone back.
+    BackNotedLate,
+    /// Checkpoints are made while a disk that is used goes back.
+    BackBesideCheckpoints,
     /// A disk grows while its snapshot is made.
     GrownMeanwhile,
     /// Requests that should wait for trouble to pass are reported instead.

@@ -16,6 +16,7 @@
 //! - **The disk's path names its leaf**, at every moment and after every crash, and nothing half-made is left once the disk was opened.
 //! - **A set of snapshots that is there in part says so**, once its disks were opened again.
 //! - **A size that was told stays.** So a disk does not grow while its snapshot is made.
+//! - **What is said to have changed since a checkpoint misses nothing** ([`noted`]), in the seeds that have checkpoints: also when a disk goes back.
 //! - **A disk that goes back** to what a snapshot holds, while nobody uses it or while clients work, holds that or what it held, whatever ends the
 //!   process; and what it holds, once it has gone back, for ever. No request that was answered falls between the two.
 
@@ -23,6 +24,7 @@ mod exchange;
 mod files;
 mod going_back;
 mod graph;
+mod noted;
 mod trouble;
 
 use std::cell::{Cell, RefCell};
@@ -34,12 +36,14 @@ use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_image::formats::vhd::CreateParams;
 use spile_image::formats::vhd::codec::footer::DiskType;
 use spile_image::{Format, Graph, OpenOptions};
-use spile_life::recover;
+use spile_life::{changes, recover};
 use spile_node::Node;
 
+use crate::checkpoints::Checkpoints;
 use crate::exec::{Executor, block_on};
 use crate::explore::{Finding, catch_findings};
 use crate::faults::Faults;
+use crate::motion::marks::Tracking;
 use crate::oracle::Oracle;
 use crate::plan::{Life, Plan};
 use crate::qcow2::{self, Form};
@@ -67,6 +71,8 @@ struct LiveDisk {
     snapshots: Cell<usize>,
     /// A way back that was begun and not looked at since.
     going_back: RefCell<Option<GoingBack>>,
+    /// Its changed blocks, in the seeds that have checkpoints.
+    tracking: Tracking,
     /// The size that was told last, when it was durable; and the largest that was asked for.
     told_bytes: Cell<u64>,
     asked_bytes: Cell<u64>,
@@ -101,6 +107,8 @@ struct Host {
     back_rng: RefCell<Rng>,
     /// Draws those of disks in use.
     in_use_rng: RefCell<Rng>,
+    /// Draws those who make checkpoints.
+    noted_rng: RefCell<Rng>,
     summary: Cell<LiveSummary>,
     /// Exchanges are still to come in this life.
     is_exchanging: Cell<bool>,
@@ -123,6 +131,12 @@ summary! {
         pub went_back: u64,
         /// Disks that went back while clients worked.
         pub went_back_in_use: u64,
+        /// Such disks that had checkpoints.
+        pub went_back_noted: u64,
+        /// Questions what has changed since a checkpoint.
+        pub asked: u64,
+        /// Such questions whose answer left some block out.
+        pub useful: u64,
         /// Sets of snapshots that were found there in part, once their disks were opened again.
         pub half_sets: u64,
     }
@@ -148,9 +162,12 @@ pub fn run_live(seed: u64, broken: Broken, trace: bool) -> Result<LiveSummary, F
         let is_raw = rng.chance(1, 3);
         let is_qcow2 = !is_raw && qcow2::is_drawn(seed) && of_form.chance(3, 4);
         let form = is_qcow2.then(|| Form::draw(&mut of_form, block_bytes));
-        LiveDisk::new(is_raw, form, size_bytes)
+        LiveDisk::new(&world, is_raw, form, size_bytes)
     };
-    let disks = (0..count).map(|_| disk()).collect();
+    let mut disks: Vec<LiveDisk> = (0..count).map(|_| disk()).collect();
+    for (number, disk) in disks.iter_mut().enumerate() {
+        disk.tracking.at = Some(disk.path(number));
+    }
     let host = Rc::new(Host {
         world: world.clone(),
         plan: Rc::new(plan),
@@ -166,6 +183,7 @@ pub fn run_live(seed: u64, broken: Broken, trace: bool) -> Result<LiveSummary, F
         later_rng: RefCell::new(Rng::new(seed).split(51)),
         back_rng: RefCell::new(Rng::new(seed).split(52)),
         in_use_rng: RefCell::new(Rng::new(seed).split(53)),
+        noted_rng: RefCell::new(Rng::new(seed).split(55)),
         summary: Cell::default(),
         is_exchanging: Cell::new(false),
     });
@@ -173,16 +191,22 @@ pub fn run_live(seed: u64, broken: Broken, trace: bool) -> Result<LiveSummary, F
 }
 
 impl LiveDisk {
-    fn new(is_raw: bool, form: Option<Form>, size_bytes: u64) -> Self {
+    fn new(world: &World, is_raw: bool, form: Option<Form>, size_bytes: u64) -> Self {
         let (told_bytes, asked_bytes) = (Cell::new(size_bytes), Cell::new(size_bytes));
         let (is_claimed, snapshots) = (Cell::new(false), Cell::new(0));
-        let going_back = RefCell::default();
-        Self { is_raw, form, oracle: Rc::default(), is_claimed, snapshots, going_back, told_bytes, asked_bytes }
+        let (oracle, going_back) = Default::default();
+        let tracking = Tracking::new(world.clone(), changes::Broken::Nothing);
+        Self { is_raw, form, oracle, is_claimed, snapshots, going_back, tracking, told_bytes, asked_bytes }
     }
 
     /// The format of all its images but a raw first one.
     fn format(&self) -> Format {
         if self.form.is_some() { Format::Qcow2 } else { Format::Vhd }
+    }
+
+    /// The path of the disk of this number.
+    fn path(&self, number: usize) -> PathBuf {
+        PathBuf::from(format!("/images/disk{number}.{}", self.format()))
     }
 
     /// Claims the disk for a change of its images. False while another one is under way.
@@ -202,6 +226,11 @@ impl Host {
         for life in lives.chain([Life::quiet(0, 1)]) {
             let steps = self.live(&life, rng);
             self.count(|summary| summary.steps += steps);
+        }
+        for Checkpoints { asked, useful, .. } in self.disks.iter().map(|disk| &disk.tracking.checkpoints) {
+            self.count(|summary| {
+                (summary.asked, summary.useful) = (summary.asked + asked.get(), summary.useful + useful.get());
+            });
         }
         self.summary.get()
     }
@@ -223,7 +252,7 @@ impl Host {
     }
 
     fn path(&self, disk: usize) -> PathBuf {
-        PathBuf::from(format!("/images/disk{disk}.{}", self.disks[disk].format()))
+        self.disks[disk].path(disk)
     }
 
     /// Makes the first image of a disk, durable.
@@ -278,7 +307,9 @@ impl Host {
         let of_a_set =
             |path: &PathBuf| self.sets.borrow().iter().flatten().any(|of| spile_life::names::set(of) == *path);
         let mut names = self.world.names();
-        names.retain(|path| !of_a_set(path));
+        let is_of_changes =
+            |path: &PathBuf| (0..self.disks.len()).any(|disk| spile_life::names::changes(&self.path(disk)) == *path);
+        names.retain(|path| !of_a_set(path) && !is_of_changes(path));
         for (number, path) in names.iter().enumerate() {
             let file = self.world.file_number(path);
             let other = names[..number].iter().find(|other| self.world.file_number(other) == file);
@@ -299,6 +330,9 @@ impl Host {
         let steps = executor.steps();
         self.world.end(ended.is_none().then_some(life.crash));
         drop(executor);
+        if self.has_faults() {
+            self.disks.iter().for_each(|disk| disk.tracking.checkpoints.note_failure());
+        }
         self.world.set_faults(Faults::default());
         if ended.is_none() {
             self.disks.iter().for_each(|disk| disk.oracle.borrow_mut().crash(life.crash));
@@ -322,7 +356,9 @@ impl Host {
                 host.disks[disk].is_claimed.set(false);
                 let node = Node::new(graph);
                 let node = if host.waits.get() { node.with_troubles(trouble::policy(host.broken)) } else { node };
-                into.borrow_mut().push(Arc::new(node));
+                let node = Arc::new(node);
+                host.open_noted(disk, &node).await;
+                into.borrow_mut().push(node);
             }
             host.check_names();
             host.verify_frozen().await;
@@ -349,20 +385,23 @@ impl Host {
                 executor.spawn(self.clone().exchanges(nodes.clone(), exchanges, rounds));
             }
             let mut in_use = self.in_use_rng.borrow_mut();
-            if self.is_exchanging.get() && in_use.chance(2, 3) {
+            if self.is_exchanging.get() && (in_use.chance(2, 3) || noted::has_checkpoints(self.plan.seed)) {
                 executor.spawn(self.clone().go_back_in_use(nodes.clone(), Rng::new(in_use.word())));
             }
+            self.use_noted(executor, &nodes);
             // Whoever opens the disks again finds no share of them here.
             drop(nodes);
             executor.spawn(self.clone().hang(Rng::new(later.word())));
             executor.spawn(self.clone().relieve(life.faults.clone(), Rng::new(later.word())));
         }
-        executor.finish(limit)?;
-        for work in all {
-            let rng = Rng::new(rng.word());
+        self.run_to_way_back(executor, limit)?;
+        for (disk, work) in all.into_iter().enumerate() {
+            let (host, rng) = (self.clone(), Rng::new(rng.word()));
             executor.spawn(async move {
                 work.clone().verify(rng, true).await;
+                let node = work.disk.disk.clone();
                 work.close().await;
+                host.close_noted(disk, &node).await;
             });
         }
         executor.finish(limit)?;

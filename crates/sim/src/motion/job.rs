@@ -60,6 +60,7 @@ impl Host {
                 has_no_mark: false,
                 id: None,
             });
+            let plan = self.copy_instead().unwrap_or(plan);
             if self.job(&node, plan, &mut rng).await == State::Stopped {
                 return;
             }
@@ -68,16 +69,20 @@ impl Host {
 
     /// One job, and what must be true when it has ended.
     async fn job(self: &Rc<Self>, node: &MotionNode, plan: Plan, rng: &mut Rng) -> State {
-        let Plan::Move(Move { to: Locator::Path(to), deletes_source, keeps_chain, .. }) = &plan else {
+        let Plan::Move(Move { to: Locator::Path(to), deletes_source, keeps_chain, stays, .. }) = &plan else {
             panic!("a job that nobody has begun: {plan:?}")
         };
         let at = self.at();
-        let before = self.to.replace(Some(to.clone()));
+        let was = self.to.replace((!stays).then(|| to.clone()));
+        let before = if *stays { self.copies.to() } else { was };
         if before.as_ref() != Some(to) {
             self.had_faults.set(false);
         }
         let limit_bytes_per_s = rng.chance(1, 4).then_some(1 << 20);
         let job = Arc::new(Job::new(Wishes { limit_bytes_per_s, ..Wishes::default() }));
+        if *stays {
+            self.begin_copy(&job, node, to);
+        }
         if rng.chance(1, 2) {
             crate::exec::spawn_beside(Box::pin(jobs::meddle(job.clone(), Rng::new(rng.word()), 8)));
         }
@@ -100,10 +105,18 @@ impl Host {
         let comes_back = self.names_old_image(&at, to).await;
         let layers = node.graph().await.layers();
         let finds = if *keeps_chain { self.spoil_parents(&layers, to).await } else { false };
+        let is_there = async |path: PathBuf| files.canonical(&path).await.is_ok();
+        let was_there = is_there(to.clone()).await;
         let ended = spile_life::run(&work, &plan).await;
         let leaf = node.graph().await.handles()[0].path().to_owned();
-        let is_there = async |path: PathBuf| files.canonical(&path).await.is_ok();
         match ended {
+            Ok(()) if *stays => {
+                assert_eq!(leaf, at, "a copy has taken the disk away");
+                assert!(is_there(to.clone()).await && is_there(at.clone()).await, "the names are wrong");
+                let hidden = names::moving(to);
+                assert!(!is_there(hidden).await || self.has_faults(), "the copy has its hidden name still");
+                self.compare_copy(to, was_there).await;
+            }
             Ok(()) => {
                 assert_eq!(leaf, *to, "the disk is not at its new place");
                 assert!(is_there(to.clone()).await && !is_there(at.clone()).await, "the names are wrong");
@@ -134,8 +147,9 @@ impl Host {
                 let fine = fine || (error.kind() == ErrorKind::Exists && self.had_faults.get());
                 // The old image of a way that was not taken back is in the way of the next one.
                 let fine = fine || error.to_string().contains("there is an old image of an earlier move");
-                // Somebody has written to a parent there.
+                // Somebody has written to a parent there, and perhaps over what says where its data are.
                 let fine = fine || error.to_string().contains("another file has it");
+                let fine = fine || (error.kind() == ErrorKind::Corrupt && self.summary.get().spoiled > 0);
                 assert!(fine, "{plan:?} failed without a fault: {error:?}");
                 // The next process goes on with the half.
                 let has_half = is_there(names::moving(to)).await && job.state() != State::Stopped;

@@ -1,6 +1,6 @@
 //! The changed blocks of the disk that is moved: [`Marked`] notes for a job what changes.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -31,6 +31,10 @@ pub(crate) struct Tracking {
     pub checkpoints: Checkpoints,
     /// They go along to another host, too, which takes files of the usual grain only.
     pub goes_far: bool,
+    /// How often what a job has noted since some moment has taken the place of what it had noted since an earlier one.
+    pub forward: Cell<u64>,
+    /// The disk's path, where it stays there: while a snapshot is made, its image has got another name already.
+    pub at: Option<PathBuf>,
 }
 
 /// What is beside the new image, the name of its last checkpoint, and the turn.
@@ -76,14 +80,25 @@ pub(crate) fn look_of(world: &World, paths: &[PathBuf]) -> Option<String> {
     paths.iter().map(one).collect::<Option<Vec<_>>>().map(|all| all.join(" / "))
 }
 
+/// A disk with an image on top, which has the disk's path.
+pub(crate) trait OnTop: Disk {
+    fn path(&self) -> PathBuf;
+}
+
+impl<S: Store> OnTop for Graph<S> {
+    fn path(&self) -> PathBuf {
+        self.handles()[0].path().to_owned()
+    }
+}
+
 impl Tracking {
     /// Nothing is noted yet.
     pub fn new(world: World, broken: Broken) -> Self {
-        let (tracker, turn, checkpoints) = Default::default();
-        Self { world, broken, tracker, turn, checkpoints, goes_far: false }
+        let (tracker, turn, checkpoints, forward) = Default::default();
+        Self { world, broken, tracker, turn, checkpoints, goes_far: false, forward, at: None }
     }
 
-    pub(super) async fn turn(&self) -> MutexGuardArc<()> {
+    pub async fn turn(&self) -> MutexGuardArc<()> {
         let turn = self.turn.borrow().clone();
         turn.lock_arc().await
     }
@@ -92,14 +107,18 @@ impl Tracking {
         around(&self.world, self.broken)
     }
 
-    fn found<S: Store>(&self, graph: &Graph<S>) -> Found {
-        found_at(&self.world, graph.handles()[0].path())
+    fn path<G: OnTop>(&self, graph: &G) -> PathBuf {
+        self.at.clone().unwrap_or_else(|| graph.path())
+    }
+
+    fn found<G: OnTop>(&self, graph: &G) -> Found {
+        found_at(&self.world, &self.path(graph))
     }
 
     /// Opens what lies beside the disk that was just opened.
-    pub async fn open<S: Store>(&self, node: &Node<Graph<S>>) {
+    pub async fn open<G: OnTop>(&self, node: &Node<G>) {
         let graph = node.graph().await;
-        let disk = graph.handles()[0].path().to_owned();
+        let disk = self.path(&*graph);
         self.turn.take();
         let before = self.tracker.take();
         if before.as_ref().and_then(|before| before.loss()).is_some_and(|loss| !loss.is_void) {
@@ -107,7 +126,7 @@ impl Tracking {
             let _ = self.world.files().remove(&names::changes(&disk)).await;
         }
         drop(before);
-        let opened = Changes::open(self.around(), &disk, node.size_bytes(), self.found(&graph)).await;
+        let opened = Changes::open(self.around(), &disk, node.size_bytes(), self.found(&*graph)).await;
         let opened = opened.unwrap_or_else(|error| panic!("the changed blocks do not open: {error:?}"));
         if let Some(changes) = opened {
             changes.attach(node).await.unwrap_or_else(|error| panic!("cannot attach: {error:?}"));
@@ -116,24 +135,24 @@ impl Tracking {
     }
 
     /// The changed blocks of the disk, for a new checkpoint: there may be none yet.
-    async fn made<S: Store>(&self, node: &Node<Graph<S>>) -> Result<Arc<Changes<SimFiles>>> {
+    async fn made<G: OnTop>(&self, node: &Node<G>) -> Result<Arc<Changes<SimFiles>>> {
         let known = self.tracker.borrow().clone().filter(|changes| changes.loss().is_none());
         if let Some(changes) = known {
             return Ok(changes);
         }
         let graph = node.graph().await;
-        let (disk, bytes) = (graph.handles()[0].path(), node.size_bytes());
+        let (disk, bytes) = (self.path(&*graph), node.size_bytes());
         let area_bytes = if self.goes_far { Grain::default().area_bytes } else { 16 << 10 };
         let grain = Grain { block_bytes: 4096, area_bytes };
-        let made = Arc::new(Changes::create(self.around(), disk, bytes, grain, self.found(&graph)).await?);
+        let made = Arc::new(Changes::create(self.around(), &disk, bytes, grain, self.found(&*graph)).await?);
         *self.tracker.borrow_mut() = Some(made.clone());
         Ok(made)
     }
 
     /// Users make and remove checkpoints, and ask what has changed since, so many times, for as long as the disk is on this host.
-    pub async fn be_used<S: Store>(
+    pub async fn be_used<G: OnTop>(
         &self,
-        node: &Node<Graph<S>>,
+        node: &Node<G>,
         (times, mut rng): (u64, Rng),
         has_failed: &dyn Fn() -> bool,
         is_here: &dyn Fn() -> bool,
@@ -165,7 +184,7 @@ impl Tracking {
     }
 
     /// Compares what is known of the checkpoints with what there is. `is_new`: the disk was just opened.
-    pub async fn check<S: Store>(&self, node: &Node<Graph<S>>, is_new: bool, has_failed: &dyn Fn() -> bool) {
+    pub async fn check<G: OnTop>(&self, node: &Node<G>, is_new: bool, has_failed: &dyn Fn() -> bool) {
         let disk = Asked { node, tracker: &|| self.tracker.borrow().clone(), has_failed };
         match is_new {
             true => self.checkpoints.look(&disk).await,
@@ -174,9 +193,9 @@ impl Tracking {
     }
 
     /// Closes them in order, after the disk of `graph`.
-    pub async fn close<S: Store>(&self, graph: &Graph<S>) -> Result<()> {
+    pub async fn close<G: OnTop>(&self, graph: &G) -> Result<()> {
         let Some(changes) = self.tracker.borrow().clone() else { return Ok(()) };
-        let is_beside = Store::path(changes.store()) == names::changes(graph.handles()[0].path());
+        let is_beside = Store::path(changes.store()) == names::changes(&self.path(graph));
         match is_beside {
             true => changes.close(self.found(graph).stamp).await,
             false => changes.leave().await,
@@ -249,9 +268,14 @@ impl<S: Store> Marks for Marked<'_, S> {
     fn rename<'a>(&'a self, name: &'a str, to: &'a str) -> Later<'a, ()> {
         Box::pin(async move {
             let _turn = self.of.turn().await;
-            self.end_one(to).await?;
             let changes = self.of.tracker.borrow().clone();
-            changes.ok_or_else(|| Error::new(ErrorKind::NotFound, "nothing is noted"))?.rename(name, to).await
+            let changes = changes.ok_or_else(|| Error::new(ErrorKind::NotFound, "nothing is noted"))?;
+            if !changes.names().await.0.iter().any(|known| known == to) {
+                return changes.rename(name, to).await;
+            }
+            changes.replace(self.node, to, name).await?;
+            self.of.forward.set(self.of.forward.get() + 1);
+            Ok(())
         })
     }
 

@@ -10,7 +10,13 @@
 //! - **What a half holds is taken up only as far as it is durable there**, and only when it is that half: all that has changed since is copied anew.
 //! - **What is said to have changed since a checkpoint misses nothing**, wherever the disk is ([`crate::checkpoints`]).
 //! - **Work that was interrupted comes to its end** in the lives after, without anybody but the note beside the disk.
+//!
+//! In some seeds ([`has_copies`]) jobs copy the disk instead, which stays where it is ([`copies`]):
+//!
+//! - **A copy that is done is the disk as it was** at one moment between the call to end it and its end, also when its job went on where a process before
+//!   had left it: after a death or a power cut right after the moment has moved forward since which it is noted what changes, too.
 
+mod copies;
 pub(crate) mod job;
 pub(crate) mod marks;
 
@@ -39,6 +45,7 @@ use crate::rng::Rng;
 use crate::store::SimStore;
 use crate::workload::Workload;
 use crate::world::World;
+use copies::{Copies, has_copies};
 use marks::Tracking;
 
 type MotionNode = Arc<Node<Graph<SimStore>>>;
@@ -78,6 +85,7 @@ struct Host {
     had_faults: Cell<bool>,
     summary: Cell<MotionSummary>,
     tracking: Tracking,
+    copies: Copies,
 }
 
 summary! {
@@ -117,6 +125,14 @@ summary! {
         pub asked: u64,
         /// Such questions whose answer left some block out.
         pub useful: u64,
+        /// Copies of disks that stayed, which were compared with their disk.
+        pub copied: u64,
+        /// Such copies that a process before had given their name.
+        pub named_before: u64,
+        /// How often a later moment took the place of the one since which a job notes what changes.
+        pub forward: u64,
+        /// Lives that ended right after that.
+        pub ended_forward: u64,
     }
 }
 
@@ -177,6 +193,7 @@ pub fn run_motion(seed: u64, broken: Broken, trace: bool) -> Result<MotionSummar
         had_faults: Cell::new(false),
         summary: Cell::default(),
         tracking: Tracking::new(world.clone(), tracked),
+        copies: Copies::new(seed),
     });
     catch_findings(&world, move || host.all(&mut rng))
 }
@@ -191,7 +208,10 @@ impl Host {
             self.count(|summary| summary.steps += steps);
         }
         let Checkpoints { asked, useful, .. } = &self.tracking.checkpoints;
-        self.count(|summary| (summary.asked, summary.useful) = (asked.get(), useful.get()));
+        self.count(|summary| {
+            (summary.asked, summary.useful) = (asked.get(), useful.get());
+            summary.forward = self.tracking.forward.get();
+        });
         self.summary.get()
     }
 
@@ -283,6 +303,7 @@ impl Host {
             self.tracking.checkpoints.note_failure();
         }
         self.world.set_faults(Faults::default());
+        self.forget_ending();
         if ended.is_none() {
             self.oracle.borrow_mut().crash(life.crash);
         }
@@ -314,14 +335,17 @@ impl Host {
                 host.tracking.be_used(&node, uses, &|| host.has_faults(), &|| true).await;
             });
         }
-        self.run_to_window(executor, limit)?;
+        match has_copies(self.plan.seed) {
+            true => self.run_to_forward(executor, limit)?,
+            false => self.run_to_window(executor, limit)?,
+        }
         let (verify, host) = (Rng::new(rng.word()), self.clone());
         executor.spawn(async move {
             work.clone().verify(verify, true).await;
             host.tracking.check(&node, false, &|| host.has_faults()).await;
             let graph = node.graph().await;
             work.close().await;
-            let closed = host.tracking.close(&graph).await;
+            let closed = host.tracking.close(&*graph).await;
             assert!(closed.is_ok() || host.has_faults(), "the changed blocks do not close: {closed:?}");
         });
         executor.finish(limit)
@@ -393,14 +417,15 @@ impl Host {
 
     /// Now and then an operator has put another image in the place of the half.
     async fn replace_half(&self) {
-        let half = self.to.borrow().as_deref().map(names::moving);
+        let to = self.to.borrow().clone().or_else(|| self.copies.to());
+        let half = to.as_deref().map(names::moving);
         let Some(half) = half.filter(|half| self.world.file_number(half).is_some()) else { return };
         if !self.window_rng.borrow_mut().chance(1, 6) {
             return;
         }
         let removed = self.world.files().remove(&half).await;
         removed.unwrap_or_else(|error| panic!("a half cannot be removed: {error:?}"));
-        let format = self.to.borrow().as_deref().and_then(Format::from_extension);
+        let format = to.as_deref().and_then(Format::from_extension);
         let made = self.make_as(&half, format.unwrap_or(Format::Raw), None).await;
         made.unwrap_or_else(|error| panic!("cannot create an image: {error:?}"));
         self.world.settle(&half);

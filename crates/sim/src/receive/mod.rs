@@ -190,6 +190,8 @@ summary! {
         pub copied: u64,
         /// Such copies that somebody used.
         pub used: u64,
+        /// How often a later moment took the place of the one since which a job notes what changes.
+        pub forward: u64,
         /// Jobs that were cancelled, or failed by a fault.
         pub ended_early: u64,
         /// Halves that an operator removed.
@@ -384,6 +386,7 @@ impl Host {
         let Checkpoints { asked, useful, .. } = &self.tracking.checkpoints;
         self.count(|summary| {
             (summary.steps, summary.asked, summary.useful) = (executor.steps(), asked.get(), useful.get());
+            summary.forward = self.tracking.forward.get();
         });
     }
 
@@ -569,7 +572,7 @@ impl Host {
             host.check_checkpoints(&node).await;
             let graph = node.graph().await;
             work.close().await;
-            let closed = host.tracking.close(&graph).await;
+            let closed = host.tracking.close(&*graph).await;
             assert!(closed.is_ok() || host.has_faults(), "the changed blocks do not close: {closed:?}");
         });
         self.run(executor, limit)

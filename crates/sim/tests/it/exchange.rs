@@ -18,7 +18,8 @@ fn three_hundred_seeds_find_nothing() {
         all.failed > 5 && all.grown > 100 && all.went_back > 50 && all.half_sets > 0,
         "too little happened: {all:?}"
     );
-    assert!(all.went_back_in_use > 20, "too little happened: {all:?}");
+    assert!(all.went_back_in_use > 20 && all.went_back_noted > 5, "too little happened: {all:?}");
+    assert!(all.asked > 100 && all.useful > 50, "too little was asked of checkpoints: {all:?}");
 }
 
 /// Seeds that once found something, and what.
@@ -67,7 +68,7 @@ fn half_a_set_of_snapshots_that_does_not_say_so_is_found() {
 
 #[test]
 fn a_leaf_that_is_sealed_before_its_epoch_has_ended_is_found() {
-    bites(Broken::SealedEarly, 2065, " reads ");
+    bites(Broken::SealedEarly, 2581, " reads ");
 }
 
 #[test]
@@ -118,6 +119,22 @@ fn a_way_back_that_does_not_wait_for_requests_is_found() {
 #[test]
 fn a_way_back_to_a_leaf_that_is_not_durable_is_found() {
     bites(Broken::BackLeafNotDurable, 18, "does not open");
+}
+
+/// As [`bites`], of the seeds alone in which disks have checkpoints; `first` counts these.
+fn bites_noted(broken: Broken, first: u64, sign: &str) {
+    let run = |number: u64, broken| run_live(number * 7, broken, false);
+    found::bites(run, (broken, Broken::Nothing), (first, 0..SEEDS / 7), sign);
+}
+
+#[test]
+fn a_way_back_that_is_noted_too_late_is_found() {
+    bites_noted(Broken::BackNotedLate, 45, "is not marked");
+}
+
+#[test]
+fn a_checkpoint_that_is_made_during_a_way_back_is_found() {
+    bites_noted(Broken::BackBesideCheckpoints, 16, "is not marked");
 }
 
 #[test]

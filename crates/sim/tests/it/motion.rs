@@ -21,10 +21,11 @@ fn three_hundred_seeds_find_nothing() {
     assert!(all.kept > 15 && all.reused > 3 && all.spoiled > 0, "too few disks took their parents along: {all:?}");
     assert!(all.resumed > 30 && all.ended_early > 30, "too little happened: {all:?}");
     assert!(all.asked > 300 && all.useful > 100, "too little was asked of checkpoints: {all:?}");
+    assert!(all.copied > 10 && all.forward > 50 && all.ended_forward > 10, "too few disks were copied: {all:?}");
 }
 
 /// Seeds that once found something.
-const KEPT: [u64; 3] = [355, 1185, 1377];
+const KEPT: [u64; 4] = [355, 1185, 1377, 3178];
 
 #[test]
 fn kept_seeds_find_nothing() {
@@ -68,6 +69,17 @@ fn a_hand_over_before_the_new_image_is_durable_is_found() {
 #[test]
 fn a_half_that_is_noted_before_it_is_durable_is_found() {
     bites(Broken::NotedBeforeFlush, 1070, " reads ");
+}
+
+/// As [`bites`], of the seeds alone in which disks are copied and stay; `first` counts these.
+fn bites_copied(broken: Broken, first: u64, sign: &str) {
+    let run = |number: u64, broken| run_motion(number * 7, broken, false);
+    found::bites(run, (broken, Broken::Nothing), (first, 0..SEEDS / 7), sign);
+}
+
+#[test]
+fn changes_that_are_forgotten_before_they_are_copied_are_found() {
+    bites_copied(Broken::ForwardBeforeFlush, 45, "the copy is not the disk");
 }
 
 #[test]

@@ -13,12 +13,13 @@ use spile_image::{Format, Graph, OpenOptions};
 use spile_life::delete;
 use spile_life::gc::{Family, Verdict, verdict};
 use spile_life::merge::is_called;
+use spile_life::revert::taken_back;
 use spile_life::snapshot::{Plan, prepare};
 use spile_server::backup::Manifest;
 use spile_server::checkpoints::Checkpoints;
 use spile_server::host::Host;
 use spile_server::jobs::Access;
-use spile_server::revert::{Ground, taken_back};
+use spile_server::revert::Ground;
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, typed};
 use spile_server::serving::api::discovery;
 use spile_server::serving::api::types::{DiskDetail, NewRevert, Reverted};
@@ -279,9 +280,9 @@ async fn go_back(
     let snapshot = ground.base.handles()[0].path().to_owned();
     let checkpoints = Checkpoints::none(Access { no_lock: write.no_lock, ..Access::default() });
     checkpoints.open(&graph).await?;
-    ground.note_difference(&checkpoints, &graph).await?;
+    let turn = checkpoints.note_difference(&graph, &ground.base).await?;
     let went = go_back_over(&files, &graph, &ground, write.format, keep).await;
-    drop(ground);
+    drop((turn, ground));
     // The disk's image is the one that its path names now. Where that cannot be opened, everything counts as changed.
     drop(graph);
     if let Ok(now) = disks::open_keeping(CacheMode::Page, at, write).await {
