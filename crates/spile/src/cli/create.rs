@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde::Serialize;
-use spile_core::{Error, ErrorKind, Locator, Result, ResultExt};
+use spile_core::{Error, ErrorKind, Files as _, Locator, OpenMode, Result, ResultExt};
 use spile_engine::OsEnv;
 use spile_image::create::NewImage;
 use spile_image::{Format, OpenOptions};
 use spile_server::host::Host;
-use spile_server::new_file::folder_of;
+use spile_server::new_file::{HalfMade, folder_of};
 use spile_server::parents::{check_place, new_parent, note_child, real};
 use spile_store::{CacheMode, OsFiles};
 use utoipa::ToSchema;
@@ -157,18 +157,47 @@ impl DataFile {
     }
 }
 
-/// Creates the file; it and its name are durable then. A half-made one is removed.
+/// Creates the file; it and its name are durable then. Its name is the last that it gets: a process that is killed leaves the whole image or none.
 ///
 /// # Errors
 /// `Exists` when there is something at the path; `InvalidInput` for what the format does not have; `Unsupported` or
 /// `Denied` where the file cannot be locked, unless `no_lock` says so; the system's.
 pub async fn create(path: &Path, format: Format, new: &NewImage, no_lock: bool) -> Result<()> {
+    let half = make(path, format, new, no_lock).await?;
+    publish(half, path)
+}
+
+/// Makes the image that [`publish`] gives the name `path`. All of it is durable then.
+///
+/// # Errors
+/// As [`create`].
+pub async fn make(path: &Path, format: Format, new: &NewImage, no_lock: bool) -> Result<HalfMade> {
     check_new_name(path)?;
     format.check_new(new)?;
-    let store = OsFiles::new(CacheMode::Page).without_locks(no_lock).create(path, 0)?;
-    format.create(&store, &OsEnv, new).await.inspect_err(|_| {
-        let _ = std::fs::remove_file(path);
-    })
+    if path.symlink_metadata().is_ok() {
+        return Err(taken(path));
+    }
+    let half = HalfMade::begin(path)?;
+    let made = async {
+        let files = OsFiles::new(CacheMode::Page).without_locks(no_lock);
+        let store = files.open(&half.path().into(), OpenMode::ReadWrite).await?;
+        format.create(&store, &OsEnv, new).await
+    };
+    made.await.map_err(|error| half.told_as(path, error))?;
+    Ok(half)
+}
+
+/// Gives the image its name, durably.
+///
+/// # Errors
+/// `Exists`; the system's.
+pub fn publish(half: HalfMade, path: &Path) -> Result<()> {
+    half.publish(path).map_err(|error| if error.kind() == ErrorKind::Exists { taken(path) } else { error })
+}
+
+fn taken(path: &Path) -> Error {
+    let error = Error::new(ErrorKind::Exists, "there is a file of this name already").at_path(path);
+    error.hint("remove it or choose another name")
 }
 
 /// Refuses to make a file whose name no line can show, and no note of a job can hold.

@@ -10,7 +10,7 @@ use spile_server::new_file::folder_of;
 use spile_server::parents::{check_place, real};
 use spile_store::{CacheMode, HostFiles, OsFiles};
 
-use super::create::create;
+use super::create::{create, make, publish};
 
 /// A file that is to hold the data of a new image.
 #[derive(Clone, Debug)]
@@ -103,10 +103,7 @@ pub async fn create_with(
     no_lock: bool,
 ) -> Result<()> {
     let Some(data_file) = data_file else { return create(path, format, new, no_lock).await };
-    if path.symlink_metadata().is_ok() {
-        return Err(spile_server::new_file::exists(path));
-    }
-    format.check_new(new)?;
+    let half = make(path, format, new, no_lock).await?;
     data_file.make(new.size_bytes, no_lock).await?;
-    create(path, format, new, no_lock).await.inspect_err(|_| data_file.take_back())
+    publish(half, path).inspect_err(|_| data_file.take_back())
 }

@@ -323,7 +323,14 @@ fn path_of_parent(parent: &Path) -> Result<PathBuf> {
 fn before(args: &CloneArgs) -> Result<Snapshot> {
     let stem = |path: &Path| path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     let name = args.name.clone().unwrap_or_else(|| format!("{}-before-{}", stem(&args.parent), stem(&args.child)));
-    let made = make(std::slice::from_ref(&args.parent), &name, args.format, &args.parents)?;
+    let made = make(std::slice::from_ref(&args.parent), &name, args.format, &args.parents).map_err(|error| {
+        let Some(there) = error.path().filter(|_| error.kind() == ErrorKind::Exists) else { return error };
+        let (there, child) = (there.display(), args.child.display());
+        let hint = format!(
+            "if an earlier clone was broken off, `spile clone {there} {child}` goes on with its snapshot; or choose another name: --name"
+        );
+        error.hint(hint)
+    })?;
     match &made.trouble {
         Some(trouble) => {
             let error = Error::new(ErrorKind::Busy, format!("its snapshot was made, but {trouble}"));

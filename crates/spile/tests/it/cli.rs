@@ -4,6 +4,7 @@ use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -345,6 +346,36 @@ fn a_conversion_that_is_ended_leaves_no_disk_that_looks_whole() {
         eventually("it begins", || holds_it(running.pid()));
         assert_eq!(running.end(signal).0, code, "{signal}");
         assert_eq!(files_in(dir), ["a.raw"], "{signal}");
+    }
+}
+
+/// A process that writes behind its limit on the length of files is killed there, and cleans up nothing, as by `kill -9`.
+#[test]
+fn a_new_disk_that_is_not_whole_has_no_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "p.vhd", "--size", "16M"]);
+    ok(dir, &["create", "g.qcow2", "--size", "16M"]);
+    let before = files_in(dir);
+    for (disk, made) in [
+        ("c.vhd", &["clone", "p.vhd", "c.vhd"][..]),
+        ("c.qcow2", &["clone", "g.qcow2", "c.qcow2"]),
+        ("c.vhd", &["create", "c.vhd", "--parent", "g.qcow2"]),
+        ("c.qcow2", &["create", "c.qcow2", "--parent", "p.vhd"]),
+        ("c.raw", &["create", "c.raw", "--size", "1M"]),
+    ] {
+        for half_kib in [0, 1, 2, 3, 8, 128, 256, 320] {
+            let limited = format!("ulimit -c 0; ulimit -f {half_kib}; exec \"$@\"");
+            let mut command = Command::new("sh");
+            command.args(["-c", &limited, "sh", env!("CARGO_BIN_EXE_spile")]).args(made).current_dir(dir);
+            let ended = command.output().unwrap().status;
+            assert_eq!(ended.signal(), Some(Signal::SIGXFSZ as i32), "{made:?}, {half_kib}");
+            assert_eq!(files_in(dir), before, "{made:?}, {half_kib}");
+        }
+        ok(dir, made);
+        ok(dir, &["check", disk]);
+        assert!(fails(dir, 1, made).contains("a file of this name already"), "{made:?}");
+        fs::remove_file(dir.join(disk)).unwrap();
     }
 }
 
