@@ -569,6 +569,12 @@ impl Checkpoints {
         Ok(slot)
     }
 
+    /// Until the guard is dropped nobody makes or removes checkpoints: while the disk's images get other names, its first checkpoint would get a file beside the
+    /// wrong one.
+    pub async fn hold(&self) -> MutexGuardOfTurns<'_> {
+        self.changes.lock().await
+    }
+
     /// The bytes of `extent` are about to change by other ways than requests: they count as changed from now on, durably. Where that cannot be noted,
     /// everything does.
     ///

@@ -223,6 +223,8 @@ async fn take(files: &HostFiles, subjects: Vec<Subject>) -> Result<(Vec<Taken>, 
 }
 
 async fn take_all(files: &HostFiles, subjects: Vec<Subject>) -> Result<(Vec<Taken>, Duration)> {
+    let checkpoints: Vec<_> = subjects.iter().map(|subject| subject.checkpoints.clone()).collect();
+    let _turns = join_all(checkpoints.iter().map(|checkpoints| checkpoints.hold())).await;
     let mut ready = Vec::new();
     for subject in subjects {
         let prepared = prepare(files, &subject).await;
