@@ -56,9 +56,12 @@ fn run_form(plan: &Plan, form: &Form, report: &mut Report) -> Result<()> {
             times_ms.push(time_ms);
             memory_kib.push(peak_kib);
         }
-        let full = format!("base full, every {CHILD_STRIDE}th {} in each child", form.part);
-        let what = if is_full { full.as_str() } else { "empty" };
-        report.add_opening(form.name, form.size, depth, what, &mut times_ms, &mut memory_kib);
+        let what = match (is_full, depth) {
+            (false, _) => "empty".to_owned(),
+            (true, 1) => "full".to_owned(),
+            (true, _) => format!("base full, every {CHILD_STRIDE}th {} in each child", form.part),
+        };
+        report.add_opening(form.name, form.size, depth, &what, &mut times_ms, &mut memory_kib);
     }
     std::fs::remove_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))
 }

@@ -84,8 +84,7 @@ impl Role {
             Self::Vhost(_) => [1u32, 1, 0].iter().flat_map(|word| word.to_ne_bytes()).collect(),
             // No request, so it is refused.
             Self::Control => b"\n".to_vec(),
-            // A TCP address is not asked.
-            Self::Metrics => Vec::new(),
+            Self::Metrics => b"GET / HTTP/1.0\r\n\r\n".to_vec(),
         }
     }
 }

@@ -19,6 +19,7 @@ use crate::log::{self, complain};
 use crate::notify::notify;
 use crate::panics::abort_on_panic;
 use crate::serving::disks::Opening;
+use crate::serving::fronts::Role;
 use crate::serving::metrics::listen::{listen, parse_address};
 use crate::serving::metrics::{Detail, Exporter, Source};
 use crate::signals::ServerSignals;
@@ -148,7 +149,7 @@ impl DiskArgs {
 
 /// Answers scrapes for all servers of the run folder.
 fn answer_scrapes(address: &Address, args: &XenBackendArgs) -> Result<()> {
-    let (fd, _) = Bound::new(address)?.publish()?;
+    let (fd, _) = Bound::after_asking(address, Role::Metrics.question())?.publish()?;
     let source = Source::Folder(args.disk.run_dir.as_path().into());
     listen(fd, Exporter::new(source, args.metrics_detail))
 }
