@@ -118,6 +118,13 @@ def check(image):
         raise AssertionError(f"check {image}: {done.returncode}\n{text(done.stdout + done.stderr)}")
 
 
+def check_by_qemu(image, was_killed=False):
+    """Runs `qemu-img check` on a qcow2 image, which must find nothing but leaks (exit code 3) when its writer was killed, and nothing otherwise."""
+    done = run("qemu-img", "check", "-f", "qcow2", image, ok=None)
+    if done.returncode not in ((0, 3) if was_killed else (0,)):
+        raise AssertionError(f"qemu-img check {image}: {done.returncode}\n{text(done.stdout + done.stderr)}")
+
+
 def qemu_img_json(*command):
     return json.loads(run("qemu-img", *command, "--output=json").stdout)
 

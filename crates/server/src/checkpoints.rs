@@ -562,7 +562,7 @@ impl Checkpoints {
         from: &Graph<HostStore>,
         to: &Graph<HostStore>,
     ) -> Result<MutexGuardOfTurns<'_>> {
-        let slot = self.changes.lock().await;
+        let slot = self.hold().await;
         if let Some(changes) = &*slot {
             changes.note_difference(from, to).await?;
         }

@@ -5,7 +5,7 @@ import os
 from backends import Spile
 from disks import Vbd
 from served import SIZE_MIB, ServedTest
-from support import MIB, STANDIN, need, run, sha256
+from support import MIB, STANDIN, check_by_qemu, need, run, sha256
 
 VOLUME_MIB = 4
 # Makes a loop device longer as a volume is: first the file below it. What it has gained is junk.
@@ -130,7 +130,7 @@ class XenBackend(ServedTest):
         super().compare_images()
         for name, seen in getattr(cls, "volumes", {}).items():
             image, flat = cls.fetch(name), cls.folder / "flat-volume.raw"
-            run("qemu-img", "check", "-q", "-f", "qcow2", image)
+            check_by_qemu(image)
             run("qemu-img", "convert", "-f", "qcow2", "-O", "raw", image, flat)
             if sha256(flat) != seen:
                 raise AssertionError(f"{name} holds something else than the front saw")
