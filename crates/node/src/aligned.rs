@@ -4,9 +4,13 @@
 //! read-modify-write of the edges under an exclusive range lock, so that two writes to different bytes of one
 //! sector never undo each other.
 //!
+//! A request of several steps enters the disk below once, for all of them ([`Enter`]): where graphs are exchanged, what it writes is not from
+//! another graph than what it has read, and it counts as in flight from its first step to its last.
+//!
 //! What a guest asks for does not decide how much memory that takes: a request goes through one small buffer chunk by
 //! chunk, and all disks of a worker share a fixed amount of memory for buffers, which their requests wait for (module `bounce`).
 
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -25,9 +29,40 @@ const CHUNK_BYTES: usize = 1 << 20;
 /// The size in bytes of the bounce buffer that a disk gets in any case, unless the alignment is larger.
 const LEAST_BYTES: usize = 64 << 10;
 
-/// A disk without alignment rules over one that has them.
-pub struct Aligned<D> {
+/// How a request enters the disk `D`, for all its steps.
+pub trait Enter<D: Disk> {
+    /// Comes when the disk lets the request in. The request is in it until the result is dropped.
+    fn enter(disk: &D) -> impl Future<Output = impl Steps>;
+}
+
+/// Executes the steps of a request that has entered a disk.
+pub trait Steps {
+    /// As [`Disk::execute`].
+    ///
+    /// # Errors
+    /// As there.
+    fn execute(&self, io: Io<'_>) -> impl Future<Output = Result<()>>;
+}
+
+/// A disk that stays what it is has nothing to enter.
+pub struct Anytime;
+
+impl<D: Disk> Enter<D> for Anytime {
+    async fn enter(disk: &D) -> impl Steps {
+        disk
+    }
+}
+
+impl<D: Disk> Steps for &D {
+    fn execute(&self, io: Io<'_>) -> impl Future<Output = Result<()>> {
+        D::execute(self, io)
+    }
+}
+
+/// A disk without alignment rules over one that has them, which requests enter as `E` says.
+pub struct Aligned<D, E = Anytime> {
     inner: D,
+    enters: PhantomData<fn(E)>,
     align: u64,
     memory_align: usize,
     /// The sizes of the largest buffer and of the one that the disk gets in any case: multiples of the alignment.
@@ -46,7 +81,9 @@ impl<D: Disk> Aligned<D> {
     pub fn new(inner: D) -> Self {
         Self::with_buffers(inner, from_heap)
     }
+}
 
+impl<D: Disk, E: Enter<D>> Aligned<D, E> {
     /// Wraps `inner`; `allocate` makes bounce buffers.
     pub fn with_buffers(inner: D, allocate: Allocate) -> Self {
         Self::with_chunks(inner, CHUNK_BYTES, LEAST_BYTES, allocate)
@@ -58,6 +95,7 @@ impl<D: Disk> Aligned<D> {
         let aligned = |bytes: usize| (bytes / align).max(1) * align;
         Self {
             inner,
+            enters: PhantomData,
             align: align as u64,
             memory_align: info.memory_align_bytes as usize,
             chunk_bytes: aligned(chunk_bytes),
@@ -108,7 +146,8 @@ impl<D: Disk> Aligned<D> {
     /// The order is: range lock, buffer, then the disk below. Nobody takes a second buffer, nor a range while it has a
     /// buffer: whoever has one waits for nothing but the disk below, and gives it back. So whoever has a range gets its
     /// buffer, and gives back the range: no circle can close. In the other order, many writes that wait for one sector
-    /// would keep all buffers idle.
+    /// would keep all buffers idle. And whoever has entered the disk below waits for its steps alone: who waits until all have left
+    /// it waits for no buffer.
     async fn bounce(&self, outer: Extent) -> Result<Bounce> {
         self.bounces.fetch_add(1, Relaxed);
         self.bounced_bytes.fetch_add(outer.len_bytes, Relaxed);
@@ -119,9 +158,10 @@ impl<D: Disk> Aligned<D> {
     async fn read_bounced(&self, extent: Extent, into: &Segments) -> Result<()> {
         let outer = self.outer(extent);
         let bounce = self.bounce(outer).await?;
+        let entered = E::enter(&self.inner).await;
         for chunk in chunks(outer, bounce.bytes.len()) {
             let bytes = bounce.bytes.slice(0..chunk.len_bytes as usize);
-            self.inner.read(chunk, &bytes).await?;
+            entered.execute(Io::read(chunk, &bytes)).await?;
             let common = Common::of(extent, chunk);
             into.slice(common.of_request).copy_from(&bytes.slice(common.of_chunk));
         }
@@ -131,46 +171,52 @@ impl<D: Disk> Aligned<D> {
     /// Writes all of `outer` through a bounce buffer; what lies outside of `extent` is read first. The caller holds
     /// `outer`: exclusively, unless it is the same as `extent`.
     async fn write_bounced(&self, outer: Extent, extent: Extent, from: &Segments, fua: bool) -> Result<()> {
-        let is_one_chunk;
-        {
-            let bounce = self.bounce(outer).await?;
-            is_one_chunk = outer.len_bytes <= bounce.bytes.len() as u64;
-            for chunk in chunks(outer, bounce.bytes.len()) {
-                let bytes = bounce.bytes.slice(0..chunk.len_bytes as usize);
-                self.read_edges(chunk, extent, &bytes).await?;
-                let common = Common::of(extent, chunk);
-                bytes.slice(common.of_chunk).copy_from(&from.slice(common.of_request));
-                self.inner.write(chunk, &bytes, fua && is_one_chunk).await?;
-            }
+        let bounce = self.bounce(outer).await?;
+        let entered = E::enter(&self.inner).await;
+        let is_one_chunk = outer.len_bytes <= bounce.bytes.len() as u64;
+        for chunk in chunks(outer, bounce.bytes.len()) {
+            self.write_chunk(&entered, chunk, &bounce, extent, from, fua && is_one_chunk).await?;
         }
+        drop(bounce);
         // A write with `fua` promises itself only, not the chunks before it; a flush promises them all, for one sync.
         match fua && !is_one_chunk {
-            true => self.inner.flush().await,
+            true => entered.execute(Io::flush()).await,
             false => Ok(()),
         }
     }
 
-    /// Reads those sectors of `chunk` into `bytes` of which `extent` covers a part only: its ends, if anything.
-    async fn read_edges(&self, chunk: Extent, extent: Extent, bytes: &Segments) -> Result<()> {
-        let unit = self.align.min(chunk.len_bytes);
-        if chunk.start() < extent.start() {
-            let head = Extent::from_range(chunk.start()..chunk.start() + unit);
-            self.inner.read(head, &bytes.slice(0..unit as usize)).await?;
-        }
-        if chunk.end() > extent.end() {
-            let start = (chunk.end() - 1) / self.align * self.align;
-            let at = (start - chunk.start()) as usize;
-            self.inner.read(Extent::from_range(start..chunk.end()), &bytes.slice(at..bytes.len())).await?;
-        }
-        Ok(())
+    /// Writes what `extent` and `chunk` have in common; the rest of `chunk`'s ends stays as it is.
+    async fn write_chunk(
+        &self,
+        entered: &impl Steps,
+        chunk: Extent,
+        bounce: &Bounce,
+        extent: Extent,
+        from: &Segments,
+        fua: bool,
+    ) -> Result<()> {
+        let bytes = bounce.bytes.slice(0..chunk.len_bytes as usize);
+        self.read_edges(entered, chunk, extent, &bytes).await?;
+        let common = Common::of(extent, chunk);
+        bytes.slice(common.of_chunk).copy_from(&from.slice(common.of_request));
+        entered.execute(Io::write(chunk, &bytes, fua)).await
     }
 
-    async fn zero_edge(&self, extent: Extent) -> Result<()> {
-        if extent.is_empty() {
-            return Ok(());
+    /// Reads those sectors of `chunk` into `bytes` of which `extent` covers a part only: its ends, if anything.
+    async fn read_edges(&self, entered: &impl Steps, chunk: Extent, extent: Extent, bytes: &Segments) -> Result<()> {
+        let last = Extent::from_range((chunk.end() - 1) / self.align * self.align..chunk.end());
+        if chunk.end() > extent.end() {
+            let at = (last.start() - chunk.start()) as usize;
+            entered.execute(Io::read(last, &bytes.slice(at..bytes.len()))).await?;
         }
-        let zeroes = self.zeroes.slice(0..extent.len_bytes as usize);
-        self.write_unaligned(extent, &zeroes, false).await
+        // It has been read already when it is the last one, too.
+        let has_first = chunk.end() > extent.end() && last == chunk;
+        if chunk.start() < extent.start() && !has_first {
+            let unit = self.align.min(chunk.len_bytes);
+            let first = Extent::from_range(chunk.start()..chunk.start() + unit);
+            entered.execute(Io::read(first, &bytes.slice(0..unit as usize))).await?;
+        }
+        Ok(())
     }
 
     /// Writes an extent off the alignment, with all that its edges read held exclusively.
@@ -219,15 +265,36 @@ impl<D: Disk> Aligned<D> {
 
     async fn zero_extent(&self, extent: Extent, how: WriteZeroes) -> Result<()> {
         let inside = self.inside(extent);
-        if inside.is_empty() {
-            return self.zero_edge(extent).await;
+        match () {
+            () if extent.is_empty() => Ok(()),
+            () if inside == extent => {
+                let _held = self.writes.shared(inside.range()).await;
+                self.inner.write_zeroes(inside, how).await
+            }
+            () if inside.is_empty() => {
+                let zeroes = self.zeroes.slice(0..extent.len_bytes as usize);
+                self.write_unaligned(extent, &zeroes, false).await
+            }
+            () => self.zero_unaligned(extent, inside, how).await,
         }
-        {
-            let _held = self.writes.shared(inside.range()).await;
-            self.inner.write_zeroes(inside, how).await?;
+    }
+
+    /// Zeroes an extent off the alignment, with `inside` in it.
+    async fn zero_unaligned(&self, extent: Extent, inside: Extent, how: WriteZeroes) -> Result<()> {
+        // Found once: it could reach further once the disk has grown.
+        let outer = self.outer(extent);
+        let _held = self.writes.exclusive(outer.range()).await;
+        let bounce = self.bounce(Extent::from_range(0..self.align)).await?;
+        let entered = E::enter(&self.inner).await;
+        entered.execute(Io::write_zeroes(inside, how)).await?;
+        let head = (outer.start()..inside.start(), extent.start()..inside.start());
+        let tail = (inside.end()..outer.end(), inside.end()..extent.end());
+        for (chunk, part) in [head, tail].into_iter().filter(|(_, part)| !part.is_empty()) {
+            let (chunk, part) = (Extent::from_range(chunk), Extent::from_range(part));
+            let zeroes = self.zeroes.slice(0..part.len_bytes as usize);
+            self.write_chunk(&entered, chunk, &bounce, part, &zeroes, false).await?;
         }
-        self.zero_edge(Extent::from_range(extent.start()..inside.start())).await?;
-        self.zero_edge(Extent::from_range(inside.end()..extent.end())).await
+        Ok(())
     }
 }
 
@@ -260,7 +327,7 @@ impl Common {
     }
 }
 
-impl<D: Disk> Disk for Aligned<D> {
+impl<D: Disk, E: Enter<D> + 'static> Disk for Aligned<D, E> {
     fn info(&self) -> DiskInfo {
         DiskInfo { request_align_bytes: 1, memory_align_bytes: 1, ..self.inner.info() }
     }
@@ -675,7 +742,7 @@ mod tests {
         static HAS_MEMORY: AtomicBool = AtomicBool::new(false);
         let allocate: Allocate = |len| HAS_MEMORY.load(Relaxed).then(|| Segments::zeroed(len));
         let before = Bounce::free_bytes();
-        let disk = Aligned::with_buffers(Slow::new(vec![0; CHUNK]), allocate);
+        let disk: Aligned<Slow> = Aligned::with_buffers(Slow::new(vec![0; CHUNK]), allocate);
         let memory = Segments::zeroed(1000);
         for fails in [true, false] {
             HAS_MEMORY.store(!fails, Relaxed);
@@ -730,7 +797,8 @@ mod tests {
 
     #[test]
     fn aligned_requests_need_no_buffer() {
-        let disk = Aligned::with_chunks(Slow::new(vec![7; 2 * CHUNK]), CHUNK, CHUNK, |_| panic!("a buffer"));
+        let disk: Aligned<Slow> =
+            Aligned::with_chunks(Slow::new(vec![7; 2 * CHUNK]), CHUNK, CHUNK, |_| panic!("a buffer"));
         let memory = Segments::zeroed(2 * CHUNK);
         run(vec![Box::pin(async { disk.read(at(0, 2 * CHUNK), &memory).await.unwrap() })]);
         assert!(memory.to_vec() == vec![7; 2 * CHUNK]);

@@ -13,8 +13,10 @@
 //! 6. The graph executes it. The request keeps the graph alive until it ends.
 //!
 //! [`Aligned`] stands above the epochs for a reason. A write to a part of a sector reads the rest and writes the whole, under
-//! a lock. Between two epochs, two such writes to one sector must still see each other: each of their steps takes
-//! the graph that is published at that moment.
+//! a lock. Between two epochs, two such writes to one sector must still see each other: each takes the graph only when it has
+//! the lock. It takes it once, for what it reads and what it writes ([`aligned::Enter`]). Else [`Node::hold`] could not tell that it is in
+//! flight between the two, and it would write what it has read from one graph into another: when a disk goes back to a snapshot, bytes that
+//! are gone.
 #![forbid(unsafe_code)]
 
 mod aligned;

@@ -14,7 +14,7 @@ use crate::end::End;
 use crate::exchange::{OldEpoch, exchange};
 use crate::haste::Haste;
 use crate::limit::{DiskLimits, Group, Limits};
-use crate::published::Published;
+use crate::published::{InOneEpoch, Published};
 use crate::shape::{Shape, Shaping};
 use crate::stage::{Attached, Pending, Place, Stage};
 use crate::trouble::{Troubles, forsaken};
@@ -33,7 +33,7 @@ impl InFlight {
 
 /// A disk as a front sees it: any alignment, metered, over a graph that can be exchanged while requests run.
 pub struct Node<G: Disk> {
-    disk: Aligned<Published<G>>,
+    disk: Aligned<Published<G>, InOneEpoch>,
     meter: Meter,
     troubles: Option<Troubles>,
     limits: Option<Arc<DiskLimits>>,

@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use event_listener::Event;
 use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Result, SHARDS, shard_number, yield_now};
 
+use crate::aligned::{Enter, Steps};
 use crate::end::{End, Ender};
 use crate::shape::{Shape, Shaper, Shaping};
 use crate::stage::{Attached, Place, Stages};
@@ -61,6 +62,49 @@ impl<G> Deref for FreeLease<G> {
 
     fn deref(&self) -> &G {
         &self.0.graph
+    }
+}
+
+/// How a request of several steps enters the current epoch: all of them take its graph and its stages.
+pub(crate) struct InOneEpoch;
+
+impl<G: Disk> Enter<Published<G>> for InOneEpoch {
+    async fn enter(disk: &Published<G>) -> impl Steps {
+        disk.enter().await
+    }
+}
+
+impl<G: Disk> Steps for Arc<Lease<G>> {
+    async fn execute(&self, io: Io<'_>) -> Result<()> {
+        match self.way.behind_limit() {
+            Way::Shaped(shaper) if shaper.concerns(&io) => {
+                Box::pin(shaper.execute(io, async |part| self.graph.execute(part).await)).await
+            }
+            Way::Free | Way::Shaped(_) => self.graph.execute(io).await,
+            Way::Staged(stages, shaper) if shaper.as_ref().is_none_or(|shaper| !shaper.concerns(&io)) => {
+                let stages = stages.behind_shape();
+                // Not in a function of its own: its future would make those of all requests longer.
+                let (mut result, mut passed) = (Ok(()), 0);
+                while result.is_ok() && passed < stages.len() {
+                    if let Some(pending) = stages[passed].as_ref().and_then(|one| one.stage().before(io)) {
+                        result = pending.await;
+                    }
+                    passed += usize::from(result.is_ok());
+                }
+                if result.is_ok() {
+                    result = self.graph.execute(io).await;
+                }
+                while passed > 0 {
+                    passed -= 1;
+                    if let Some(pending) = stages[passed].as_ref().and_then(|one| one.stage().after(io, &result)) {
+                        result = pending.await;
+                    }
+                }
+                result
+            }
+            Way::Staged(stages, shaper) => Box::pin(stages.execute(&*self.graph, shaper.as_deref(), io)).await,
+            Way::Limited(..) | Way::Closed => Err(closed()),
+        }
     }
 }
 
@@ -361,36 +405,7 @@ impl<G: Disk> Disk for Published<G> {
     }
 
     async fn execute(&self, io: Io<'_>) -> Result<()> {
-        let lease = self.enter().await;
-        match lease.way.behind_limit() {
-            Way::Shaped(shaper) if shaper.concerns(&io) => {
-                Box::pin(shaper.execute(io, async |part| lease.graph.execute(part).await)).await
-            }
-            Way::Free | Way::Shaped(_) => lease.graph.execute(io).await,
-            Way::Staged(stages, shaper) if shaper.as_ref().is_none_or(|shaper| !shaper.concerns(&io)) => {
-                let stages = stages.behind_shape();
-                // Not in a function of its own: its future would make those of all requests longer.
-                let (mut result, mut passed) = (Ok(()), 0);
-                while result.is_ok() && passed < stages.len() {
-                    if let Some(pending) = stages[passed].as_ref().and_then(|one| one.stage().before(io)) {
-                        result = pending.await;
-                    }
-                    passed += usize::from(result.is_ok());
-                }
-                if result.is_ok() {
-                    result = lease.graph.execute(io).await;
-                }
-                while passed > 0 {
-                    passed -= 1;
-                    if let Some(pending) = stages[passed].as_ref().and_then(|one| one.stage().after(io, &result)) {
-                        result = pending.await;
-                    }
-                }
-                result
-            }
-            Way::Staged(stages, shaper) => Box::pin(stages.execute(&*lease.graph, shaper.as_deref(), io)).await,
-            Way::Limited(..) | Way::Closed => Err(closed()),
-        }
+        self.enter().await.execute(io).await
     }
 
     async fn extents(&self, extent: Extent, max_runs: usize) -> Result<Vec<ExtentStatus>> {

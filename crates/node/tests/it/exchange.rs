@@ -244,6 +244,24 @@ fn parts_of_a_sector_survive_an_exchange_between_their_writes() {
     assert_eq!((graph.byte(0), graph.byte(99), graph.byte(100), graph.byte(199)), (1, 1, 2, 2));
 }
 
+/// What it has read from the old graph must not end up in the new one, which may hold other data there.
+#[test]
+fn a_write_of_a_part_of_a_sector_stays_in_its_epoch() {
+    let node = Node::new(TestGraph::with_alignment(512));
+    let (old, new) = (now(node.graph()), Arc::new(TestGraph::with_alignment(512)));
+    old.hold(true);
+    let mut part = write(&node, 3, 7, 1);
+    assert!(poll(&mut part).is_pending());
+    let mut sector = write(&node, 0, 512, 2);
+    let epoch = now(node.exchange(new.clone())).unwrap();
+    assert!(poll(&mut sector).is_pending(), "it would be undone");
+    old.hold(false);
+    assert!(poll(&mut part).is_ready() && epoch.has_ended());
+    assert_eq!((old.byte(3), new.begun.load(SeqCst)), (1, 0));
+    now(sector).unwrap();
+    assert_eq!((old.byte(3), new.byte(3)), (1, 2));
+}
+
 #[test]
 fn the_meter_counts_every_request_once() {
     let node = Node::new(TestGraph::with_alignment(512));

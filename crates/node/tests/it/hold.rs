@@ -7,7 +7,7 @@ use std::task::Poll;
 
 use crate::common::{Request, TestGraph, at, now, one_of_each, poll, write};
 use futures_util::future::{pending, ready};
-use spile_core::{Disk, ErrorKind, Io, Op, Result, Segments};
+use spile_core::{Disk, ErrorKind, Io, Op, Result, Segments, WriteZeroes};
 use spile_node::{Node, Pending, Place, Shape, Stage};
 
 #[test]
@@ -32,6 +32,40 @@ fn nothing_goes_on_until_requests_are_let_go() {
     now(look).unwrap();
     assert_eq!((graph.byte(512), graph.byte(1100), graph.byte(1107)), (2, 3, 0));
     now(one_of_each(&node)).unwrap();
+}
+
+/// It is in flight from its first step to its last, and all its steps meet the graph of the first.
+#[test]
+fn a_request_of_several_steps_ends_before_others_are_held_back() {
+    type Begin = fn(&Node<TestGraph>) -> Request<'_>;
+    let requests: [(&str, u64, Begin); 3] = [
+        ("a part of a sector is read and written", 2, |node| write(node, 100, 7, 1)),
+        ("parts of two are", 3, |node| write(node, 1000, 100, 1)),
+        ("zeroes, and the sectors at both ends", 5, |node| {
+            Box::pin(node.write_zeroes(at(2000, 2000), WriteZeroes::default()))
+        }),
+    ];
+    for (what, steps, begin) in requests {
+        for stage in [None, Some(Arc::new(Passive))] {
+            let node = Node::new(TestGraph::with_alignment(512));
+            if let Some(stage) = stage {
+                now(node.attach(Place::Fault, stage)).unwrap();
+            }
+            let (graph, new) = (now(node.graph()), Arc::new(TestGraph::with_alignment(512)));
+            graph.hold(true);
+            let mut request = begin(&node);
+            assert!(poll(&mut request).is_pending() && graph.begun.load(SeqCst) == 1, "{what}");
+            let in_flight = now(node.hold()).unwrap();
+            let mut ended = Box::pin(in_flight.ended());
+            graph.hold(false);
+            assert!(poll(&mut ended).is_pending(), "{what}: it is in flight");
+            assert!(poll(&mut request).is_ready(), "{what}: it waits for what waits for it");
+            assert!(poll(&mut ended).is_ready() && graph.ended.load(SeqCst) == steps, "{what}");
+            now(node.exchange(new.clone())).unwrap();
+            now(node.let_go());
+            assert_eq!(new.begun.load(SeqCst), 0, "{what}");
+        }
+    }
 }
 
 #[test]
@@ -113,6 +147,19 @@ fn a_request_that_has_waited_for_a_limit_ends_with_its_client_too() {
     now(node.let_go());
     now(stays).unwrap();
     assert_eq!(now(node.graph()).byte(3), 5);
+}
+
+/// A stage that has nothing to do, and that sees all requests.
+struct Passive;
+
+impl Stage for Passive {
+    fn before<'a>(&'a self, _: Io<'a>) -> Option<Pending<'a>> {
+        None
+    }
+
+    fn after<'a>(&'a self, _: Io<'a>, _: &Result<()>) -> Option<Pending<'a>> {
+        None
+    }
 }
 
 #[test]
