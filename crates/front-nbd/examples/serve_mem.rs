@@ -85,8 +85,15 @@ fn serve<S: Store>(
 ) -> Result<(), Box<dyn Error>> {
     let disk = Arc::new(StoreDisk::new(store));
     let description = "the example's disk".to_owned();
-    let export =
-        Export { name: String::new(), description, disk, read_only, checkpoints: None, withdrawn: Arc::default() };
+    let export = Export {
+        name: String::new(),
+        description,
+        disk,
+        read_only,
+        checkpoints: None,
+        kept: |_| None,
+        withdrawn: Arc::default(),
+    };
     let server = Server::new(engine.clone(), config, vec![export])?;
     server.listen(UnixListener::bind(path)?.into())?;
     println!("serving on {} with the {} engine", path.display(), engine.kind());

@@ -10,8 +10,9 @@ use spile_core::{Error, ErrorKind};
 
 use crate::contexts::{Context, MOST_CONTEXTS, Selected};
 use crate::wire::handshake::{
-    FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, InfoRequest, Invalid, LINK_CONTEXT, MetaRequest, OPTION_HEADER_BYTES,
-    OptionHeader, info, option, put_export_name_reply, put_greeting, put_reply, rep, string, transmission,
+    FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, InfoRequest, Invalid, KEPT_CONTEXT, LINK_CONTEXT, MetaRequest,
+    OPTION_HEADER_BYTES, OptionHeader, info, option, put_export_name_reply, put_greeting, put_reply, rep, string,
+    transmission,
 };
 use crate::wire::reply::cut;
 
@@ -43,6 +44,8 @@ pub struct Offer {
     pub maximum_bytes: u32,
     /// The names of the disk's checkpoints.
     pub checkpoints: Vec<String>,
+    /// By what its bytes are kept ([`KEPT_CONTEXT`]).
+    pub kept: Option<String>,
     /// It is for this connection: another one of the same client would not get the same.
     pub is_alone: bool,
 }
@@ -402,6 +405,12 @@ impl Negotiator {
             let id = if set { *id } else { 0 };
             put_reply(out, option, rep::META_CONTEXT, &[&id.to_be_bytes()[..], context.name().as_bytes()]);
         }
+        let asks_for_kept = request.queries.contains(&KEPT_CONTEXT);
+        if let Some(kept) = self.offers[export].kept.as_ref().filter(|_| set && asks_for_kept) {
+            // No number of a context that has block status.
+            let name = format!("{KEPT_CONTEXT}={kept}");
+            put_reply(out, option, rep::META_CONTEXT, &[&0_u32.to_be_bytes()[..], name.as_bytes()]);
+        }
         if set {
             self.names_link = request.queries.iter().any(|query| query.starts_with(LINK_CONTEXT));
             self.selected = Some((export, meant));
@@ -479,6 +488,7 @@ pub fn fuzz_handshake(data: &[u8]) {
         preferred_bytes: 4096,
         maximum_bytes: 32 << 20,
         checkpoints: vec!["monday".into()],
+        kept: Some("here".into()),
         is_alone: false,
     };
     for tls in [TlsMode::Off, TlsMode::Optional, TlsMode::Required] {

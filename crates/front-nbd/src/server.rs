@@ -32,6 +32,8 @@ pub struct Export<D> {
     pub read_only: bool,
     /// What has changed of the disk since its checkpoints, if it can have some.
     pub checkpoints: Option<Arc<dyn Checkpoints>>,
+    /// By what its bytes are kept, where that outlives this process, which [`KEPT_CONTEXT`](crate::wire::handshake::KEPT_CONTEXT) tells a client.
+    pub kept: fn(&D) -> Option<String>,
     /// Set once no client may choose it any more. Exports of one disk may share it, also those of several servers.
     pub withdrawn: Arc<AtomicBool>,
 }
@@ -61,6 +63,7 @@ pub(crate) struct LiveExport<D> {
     pub(crate) read_only: bool,
     /// `None` once it is withdrawn.
     disk: Mutex<Option<Arc<D>>>,
+    kept: fn(&D) -> Option<String>,
     checkpoints: Mutex<Option<Arc<dyn Checkpoints>>>,
     withdrawn: Arc<AtomicBool>,
     /// The last client of Spile's that could write has gone with a good-bye.
@@ -134,6 +137,7 @@ impl<D: Disk> ServerState<D> {
         let now = |(offer, export): (&Offer, &LiveExport<D>)| Offer {
             size_bytes: export.disk().map_or(offer.size_bytes, |disk| disk.info().size_bytes),
             checkpoints: export.checkpoints().map_or_else(Vec::new, |checkpoints| checkpoints.names()),
+            kept: export.disk().and_then(|disk| (export.kept)(&disk)),
             ..offer.clone()
         };
         offers.map(now)
@@ -300,9 +304,9 @@ impl<D: Disk> Drop for Server<D> {
 }
 
 fn live<D>(export: Export<D>) -> LiveExport<D> {
-    let Export { name, disk, read_only, checkpoints, withdrawn, .. } = export;
+    let Export { name, disk, read_only, checkpoints, kept, withdrawn, .. } = export;
     let (disk, checkpoints, is_left_whole) = (Mutex::new(Some(disk)), Mutex::new(checkpoints), AtomicBool::default());
-    LiveExport { name, read_only, disk, checkpoints, withdrawn, is_left_whole }
+    LiveExport { name, read_only, disk, kept, checkpoints, withdrawn, is_left_whole }
 }
 
 fn offer<D: Disk>(export: &Export<D>) -> Result<Offer> {
@@ -328,6 +332,7 @@ fn offer<D: Disk>(export: &Export<D>) -> Result<Offer> {
         preferred_bytes: preferred.checked_next_power_of_two().unwrap_or(maximum_bytes),
         maximum_bytes,
         checkpoints: Vec::new(),
+        kept: None,
         is_alone: false,
     })
 }

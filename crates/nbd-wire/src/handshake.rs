@@ -162,6 +162,10 @@ impl<'a> InfoRequest<'a> {
 pub const LINK_CONTEXT: &str = "spile:link=";
 /// This metadata context says that its client only reads.
 pub const READER_CONTEXT: &str = "spile:reader";
+/// Whoever asks for this metadata context is told by what the export is kept, where that outlives the server's process: the name of the context that is answered
+/// is this one, `=`, and a text. Two servers that say the same have the same file, on a host that was not started anew in between: what one has answered, the other has.
+/// It is a fact and has no block status.
+pub const KEPT_CONTEXT: &str = "spile:kept";
 
 /// The data of `OPT_LIST_META_CONTEXT` and `OPT_SET_META_CONTEXT`.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -25,6 +25,7 @@ pub use files::{AnyStore, CacheMode, OsFiles};
 pub use memory::{MemStore, NullStore};
 pub use metered::{HostFiles, HostStore, MeteredFiles, MeteredStore};
 pub use nbd::{
-    LINK_CONTEXT, NbdFacts, NbdOptions, NbdStore, READER_CONTEXT, canonical_address, may_be_same_export, on_lost_export,
+    LINK_CONTEXT, NbdFacts, NbdOptions, NbdStore, READER_CONTEXT, canonical_address, may_be_same_export,
+    on_doubtful_export, on_lost_export,
 };
 pub use times::FileTimes;

@@ -15,6 +15,7 @@ fn offers(names: &[&str]) -> Arc<[Offer]> {
         preferred_bytes: 4096,
         maximum_bytes: 32 << 20,
         checkpoints: vec!["mon".into(), "tue".into()],
+        kept: Some("here".into()),
         is_alone: false,
     };
     names.iter().map(offer).collect()
@@ -221,6 +222,25 @@ fn wildcards_list_but_do_not_select() {
     }
     let (replies, _) = ask(&mut negotiator, option::SET_META_CONTEXT, &meta_data("a", &["nocolon"]));
     assert_eq!(kinds(&replies), [rep::ERR_INVALID]);
+}
+
+/// It is no context of which a client can ask the block status.
+#[test]
+fn who_asks_by_what_an_export_is_kept_is_told() {
+    let mut negotiator = started(&["a"], TlsMode::Off);
+    ask(&mut negotiator, option::STRUCTURED_REPLY, b"");
+    let names = |replies: Vec<(u32, Vec<u8>)>| -> Vec<String> {
+        let contexts = replies.into_iter().filter(|(kind, _)| *kind == rep::META_CONTEXT);
+        contexts.map(|(_, data)| String::from_utf8(data[4..].to_vec()).unwrap()).collect()
+    };
+    let wanted = meta_data("a", &["base:allocation", KEPT_CONTEXT]);
+    assert_eq!(names(ask(&mut negotiator, option::LIST_META_CONTEXT, &wanted).0), ["base:allocation"]);
+    assert_eq!(
+        names(ask(&mut negotiator, option::SET_META_CONTEXT, &wanted).0),
+        ["base:allocation", "spile:kept=here"]
+    );
+    let Next::Transmit(session) = ask(&mut negotiator, option::GO, &go_data("a", &[])).1 else { panic!("go failed") };
+    assert_eq!(session.contexts.len(), 1);
 }
 
 #[test]

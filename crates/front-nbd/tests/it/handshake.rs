@@ -135,6 +135,7 @@ fn exports_need_fit_and_unique_names() {
             disk: disk.clone(),
             read_only: false,
             checkpoints: None,
+            kept: |_| None,
             withdrawn: Arc::default(),
         };
         let exports = names.iter().map(export).collect();

@@ -82,6 +82,7 @@ pub fn rig_with(kind: EngineKind, change: impl FnOnce(&mut StoreDisk<MemStore>, 
         disk: disk.clone(),
         read_only,
         checkpoints: None,
+        kept: |_| None,
         withdrawn: Arc::default(),
     };
     let exports = vec![export("", false), export("ro", true)];

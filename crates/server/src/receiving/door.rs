@@ -129,11 +129,10 @@ impl Door {
             _ => Some(self.have_open(room, id).await?),
         };
         let _alone = room.alone().await?;
-        let disk = lease.as_ref().map(|lease| &lease.open().disk);
-        if let Some(disk) = disk {
-            disk.flush_once().await?;
+        if let Some(lease) = &lease {
+            lease.open().flush_half().await?;
         }
-        let graph = disk.and_then(|disk| disk.graph_now());
+        let graph = lease.as_ref().and_then(|lease| lease.open().disk.graph_now());
         let store = graph.as_ref().map(|graph| graph.handles()[0].image().store());
         let place = receiver.finish(name, id, store).await.map_err(refused)?;
         tracing::info!("{}: is whole, and was handed over", place.path.display());
@@ -155,11 +154,10 @@ impl Door {
                 }
                 busy => return Ok(busy),
             };
-            let disk = &lease.open().disk;
             if state != ReceivedState::Whole {
-                disk.flush_once().await?;
+                lease.open().flush_half().await?;
             }
-            let graph = disk.graph_now();
+            let graph = lease.open().disk.graph_now();
             let store = graph.as_ref().map(|graph| graph.handles()[0].image().store());
             receiver.finish(name, id, store).await.map_err(refused)?;
             // In this order: who comes next opens it for reading only.

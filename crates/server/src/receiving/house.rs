@@ -22,6 +22,7 @@ use crate::checkpoints::Checkpoints;
 use crate::disks;
 use crate::jobs::Access;
 use crate::serving::disks::ServedDisk;
+use crate::serving::failed_syncs;
 use crate::serving::trouble;
 
 use super::Tools;
@@ -383,6 +384,10 @@ impl House {
         let graph = Box::pin(disks::open_keeping(self.access.cache, &Locator::from(&place.path), &options)).await?;
         let checkpoints = Checkpoints::none(self.access);
         if !read_only {
+            // Whoever copies to a half sends again what a failed sync may have lost.
+            if place.path.file_name().is_some_and(|of_disk| of_disk == name) {
+                failed_syncs::recall(&graph);
+            }
             checkpoints.open_own(&graph).await?;
         }
         graph.begin();
@@ -462,11 +467,22 @@ fn server(
     read_only: bool,
 ) -> Result<NbdServer<ServedDisk>> {
     let (description, name, disk) = (String::new(), name.to_owned(), disk.clone());
-    let export = Export { name, description, disk, read_only, checkpoints: None, withdrawn: Arc::default() };
+    let (checkpoints, withdrawn) = (None, Arc::default());
+    let kept = failed_syncs::kept;
+    let export = Export { name, description, disk, read_only, checkpoints, kept, withdrawn };
     NbdServer::new(engine.clone(), nbd.clone(), vec![export])
 }
 
 impl OpenDisk {
+    /// Makes all that a half holds durable, before it becomes whole. Syncs of it that have failed under an earlier process do not count any more.
+    ///
+    /// # Errors
+    /// The storage's.
+    pub async fn flush_half(&self) -> Result<()> {
+        self.disk.flush_once().await?;
+        self.disk.look(async |graph| failed_syncs::forget(graph)).await
+    }
+
     /// Ends the use of the image; again, it does nothing.
     ///
     /// # Errors

@@ -33,6 +33,7 @@ use spile_store::{CacheMode, FileId, HostFiles, HostStore, OsFiles};
 
 use crate::jobs::Access;
 use crate::listen::SocketAccess;
+use crate::serving::failed_syncs;
 use crate::serving::fronts::{Listening, Role};
 use crate::serving::sockets::Endpoint;
 use crate::signals::ServerSignals;
@@ -68,6 +69,7 @@ pub struct Settings {
 /// When the folder cannot be found, or another process takes disks in for it; an address cannot be listened on; a disk cannot be closed, or not in time.
 pub fn receive(settings: &Settings, signals: ServerSignals, say: impl Fn(&dyn Display)) -> Result<()> {
     let folder = find_folder(&settings.folder)?;
+    failed_syncs::remember();
     let _alone = be_alone(&folder)?;
     let engine = Engine::start(settings.engine.clone())?;
     let ends = mpsc::channel();

@@ -30,6 +30,7 @@ use spile_nbd_wire::uri::NbdUri;
 use spile_store::{AnyStore, FileId, HostStore, canonical_address};
 
 use super::api::discovery;
+use super::disks::ServedDisk;
 
 /// A sync that has failed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,6 +41,13 @@ pub struct FailedSync {
     pub errno: i32,
     /// When, in seconds since 1970-01-01 UTC.
     pub at_unix_s: u64,
+}
+
+impl FailedSync {
+    fn now(path: String, errno: i32) -> Self {
+        let at_unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+        Self { path, errno, at_unix_s }
+    }
 }
 
 impl fmt::Display for FailedSync {
@@ -57,7 +65,17 @@ struct Mark {
     /// When the file was made, in seconds and nanoseconds: a number in a file system is given again. `None` for a device: its node
     /// in `/dev` is made again while the device stays the same.
     born: Option<(i64, u32)>,
+    /// Nothing is lost when the export is still kept by this ([`kept`]): its server was gone, with writes that were not flushed, and no other one had come.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    kept: Option<String>,
     sync: FailedSync,
+}
+
+impl Mark {
+    /// True when it was not known whether something is lost, and it is known now: nothing is.
+    fn is_void_for(&self, store: &AnyStore) -> bool {
+        matches!((store, &self.kept), (AnyStore::Nbd(nbd), Some(kept)) if nbd.kept() == Some(kept))
+    }
 }
 
 /// The folder of marks.
@@ -72,29 +90,39 @@ impl Marks {
         self.0.join(format!("{key}.json"))
     }
 
-    /// Writes a mark, unless there is one that counts: the first failure is the one to know.
-    fn write(&self, key: &str, born: Option<(i64, u32)>, sync: FailedSync) -> Result<()> {
-        if self.find(key, born).is_some() {
+    /// Writes a mark, unless there is one of a loss that is certain: the first failure is the one to know.
+    fn write(&self, key: &str, born: Option<(i64, u32)>, kept: Option<&str>, sync: FailedSync) -> Result<()> {
+        if self.find(key, born).is_some_and(|mark| mark.kept.is_none()) {
             return Ok(());
         }
         let (place, new) = (self.place(key), self.place(&format!("{key}.{}", std::process::id())));
-        let text = serde_json::to_vec(&Mark { boot: boot(), born, sync }).map_err(|e| Error::io("write", e.into()))?;
+        let mark = Mark { boot: boot(), born, kept: kept.map(str::to_owned), sync };
+        let text = serde_json::to_vec(&mark).map_err(|e| Error::io("write", e.into()))?;
         fs::create_dir_all(&self.0)
             .and_then(|()| fs::write(&new, text))
             .and_then(|()| fs::rename(&new, &place))
             .map_err(|source| Error::io("write", source).at_path(&place))
     }
 
-    /// The failed sync of the store of this key, if its mark counts.
-    fn find(&self, key: &str, born: Option<(i64, u32)>) -> Option<FailedSync> {
+    /// The mark of the store of this key, if it counts.
+    fn find(&self, key: &str, born: Option<(i64, u32)>) -> Option<Mark> {
         let mark: Mark = serde_json::from_slice(&fs::read(self.place(key)).ok()?).ok()?;
-        (mark.boot == boot() && mark.born == born).then_some(mark.sync)
+        (mark.boot == boot() && mark.born == born).then_some(mark)
+    }
+
+    /// Removes the mark of an export of which nothing is lost.
+    fn remove_doubt(&self, key: &str) -> Result<()> {
+        match self.find(key, None).is_some_and(|mark| mark.kept.is_some()) {
+            true => self.remove(key),
+            false => Ok(()),
+        }
     }
 
     /// The failed sync of a store, if it has a mark that counts.
     fn of_store(&self, store: &AnyStore) -> Option<FailedSync> {
         let (key, born) = known(store)?;
-        self.find(&key, born).map(|failed| FailedSync { path: place(store), ..failed })
+        let mark = self.find(&key, born).filter(|mark| !mark.is_void_for(store))?;
+        Some(FailedSync { path: place(store), ..mark.sync })
     }
 
     fn remove(&self, key: &str) -> Result<()> {
@@ -181,6 +209,23 @@ fn known_at(folder: BorrowedFd<'_>, path: &Path) -> Option<Known> {
     Some((key_of_file(id), born(&stat)))
 }
 
+/// By what a disk's bytes are kept, whatever becomes of its server: this boot of the host, and the files of its leaf. What was answered is in them, or in the
+/// kernel's cache of them. `None` when they are in memory or on another host.
+pub fn kept(disk: &ServedDisk) -> Option<String> {
+    let graph = disk.graph_now()?;
+    let files: Option<Vec<_>> = stores_of(&graph.handles()[0])
+        .map(|store| match store {
+            AnyStore::Nbd(_) => None,
+            _ => known(store),
+        })
+        .collect();
+    let name = |(key, born): (String, Option<(i64, u32)>)| match born {
+        Some((seconds, nanoseconds)) => format!(" {key} {seconds}.{nanoseconds:09}"),
+        None => format!(" {key}"),
+    };
+    Some(boot() + &files?.into_iter().map(name).collect::<String>())
+}
+
 /// From now on this process writes a mark for each sync that fails. Only the first call counts.
 pub fn remember() {
     spile_engine::on_failed_sync(|fd, errno| {
@@ -191,14 +236,25 @@ pub fn remember() {
     spile_store::on_lost_export(|uri| {
         note(Some((key_of_export(uri), None)), uri.to_owned(), rustix::io::Errno::IO.raw_os_error())
     });
+    spile_store::on_doubtful_export(|uri, kept| {
+        let key = key_of_export(uri);
+        let sync = FailedSync::now(uri.to_owned(), rustix::io::Errno::IO.raw_os_error());
+        let noted = Marks::of_host().and_then(|marks| match kept {
+            Some(_) => marks.write(&key, None, kept, sync),
+            None => marks.remove_doubt(&key),
+        });
+        if let Err(error) = &noted {
+            tracing::error!("{uri}: what becomes of writes that are not flushed cannot be noted: {error}");
+        }
+        noted.is_ok()
+    });
 }
 
 fn note(known: Option<Known>, path: String, errno: i32) {
-    let at_unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-    let sync = FailedSync { path, errno, at_unix_s };
+    let sync = FailedSync::now(path, errno);
     tracing::error!("{sync}. Every flush of its disk fails from now on, until `spile accept-loss`");
     let unknown = || Error::new(ErrorKind::Io, "the file cannot be identified");
-    let written = known.ok_or_else(unknown).and_then(|(key, born)| Marks::of_host()?.write(&key, born, sync));
+    let written = known.ok_or_else(unknown).and_then(|(key, born)| Marks::of_host()?.write(&key, born, None, sync));
     if let Err(error) = written {
         tracing::error!("a server that is started after this one will not know of it: {error}");
     }
@@ -243,11 +299,37 @@ pub fn marked(graph: &Graph<HostStore>) -> Vec<FailedSync> {
 /// Finds the marks of a disk that was just opened for writing. When there is one, every flush of the disk fails from now on.
 pub fn recall(graph: &Graph<HostStore>) -> Vec<FailedSync> {
     let found = marked(graph);
+    if let Err(error) = end_doubts(graph) {
+        tracing::error!("a mark of writes that are safe after all cannot be removed: {error}");
+    }
     // A flush goes to the leaf. What a parent has lost concerns it as well.
     if let (Some(failed), Some(leaf)) = (found.first(), stores(graph).next()) {
         leaf.recall_failed_sync(failed.errno);
     }
     found
+}
+
+/// Writes of a server before this one that were not flushed are safe: it is this server that keeps account of them from now on.
+fn end_doubts(graph: &Graph<HostStore>) -> Result<()> {
+    let marks = Marks::of_host()?;
+    for store in stores(graph) {
+        if let (AnyStore::Nbd(nbd), Some((key, born))) = (store, known(store))
+            && marks.find(&key, born).is_some_and(|mark| mark.is_void_for(store))
+        {
+            nbd.set_unflushed();
+            marks.remove(&key)?;
+        }
+    }
+    Ok(())
+}
+
+/// All that the leaf holds was written anew and flushed since: a sync of it that failed before does not count any more.
+///
+/// # Errors
+/// The system's, when a mark cannot be removed.
+pub fn forget(graph: &Graph<HostStore>) -> Result<()> {
+    let marks = Marks::of_host()?;
+    stores_of(&graph.handles()[0]).filter_map(known).try_for_each(|(key, _)| marks.remove(&key))
 }
 
 /// The failed sync for which flushes of the disk fail now, if there is one.
@@ -331,7 +413,7 @@ pub fn accept_at(at: &Locator) -> Result<Option<FailedSync>> {
     let marks = Marks::of_host()?;
     let found = marks.find(&key, born);
     marks.remove(&key)?;
-    Ok(found)
+    Ok(found.map(|mark| mark.sync))
 }
 
 #[cfg(test)]
@@ -346,6 +428,12 @@ mod tests {
 
     use super::*;
 
+    impl Marks {
+        fn sync_of(&self, key: &str, born: Option<(i64, u32)>) -> Option<FailedSync> {
+            self.find(key, born).map(|mark| mark.sync)
+        }
+    }
+
     fn sync(errno: i32) -> FailedSync {
         FailedSync { path: "/d/a.raw".to_owned(), errno, at_unix_s: 7 }
     }
@@ -355,18 +443,34 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let marks = Marks(dir.path().join("failed-syncs"));
         let born = Some((5, 6));
-        assert_eq!(marks.find("k", born), None);
-        marks.write("k", born, sync(5)).unwrap();
-        marks.write("k", born, sync(28)).unwrap();
-        assert_eq!(marks.find("k", born), Some(sync(5)));
-        assert_eq!((marks.find("k", None), marks.find("other", born)), (None, None));
-        marks.write("k", Some((9, 9)), sync(28)).unwrap();
-        assert_eq!(marks.find("k", Some((9, 9))), Some(sync(28)), "the mark of a file that is gone stays");
+        assert_eq!(marks.sync_of("k", born), None);
+        marks.write("k", born, None, sync(5)).unwrap();
+        marks.write("k", born, None, sync(28)).unwrap();
+        assert_eq!(marks.sync_of("k", born), Some(sync(5)));
+        assert_eq!((marks.sync_of("k", None), marks.sync_of("other", born)), (None, None));
+        marks.write("k", Some((9, 9)), None, sync(28)).unwrap();
+        assert_eq!(marks.sync_of("k", Some((9, 9))), Some(sync(28)), "the mark of a file that is gone stays");
         let text = fs::read_to_string(marks.place("k")).unwrap();
         fs::write(marks.place("k"), text.replace(&boot(), "another boot")).unwrap();
-        assert_eq!(marks.find("k", Some((9, 9))), None);
+        assert_eq!(marks.sync_of("k", Some((9, 9))), None);
         marks.remove("k").unwrap();
         marks.remove("k").unwrap();
+    }
+
+    #[test]
+    fn a_loss_takes_the_place_of_a_doubt_and_the_end_of_doubts_does_not_touch_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let marks = Marks(dir.path().join("failed-syncs"));
+        marks.remove_doubt("k").unwrap();
+        marks.write("k", None, Some("here"), sync(5)).unwrap();
+        assert_eq!(marks.find("k", None).unwrap().kept.as_deref(), Some("here"));
+        marks.remove_doubt("k").unwrap();
+        assert!(marks.find("k", None).is_none());
+        for kept in [Some("here"), Some("there"), None, Some("here")] {
+            marks.write("k", None, kept, sync(5)).unwrap();
+        }
+        marks.remove_doubt("k").unwrap();
+        assert_eq!(marks.find("k", None).unwrap().kept, None);
     }
 
     #[test]
@@ -389,7 +493,7 @@ mod tests {
             AnyStore::File(FileStore::open(&path, OpenMode::ReadWrite, CacheMode::Page).unwrap())
         });
         let (key, born) = known(&parent).unwrap();
-        marks.write(&key, born, sync(28)).unwrap();
+        marks.write(&key, born, None, sync(28)).unwrap();
         leaf.recall_failed_sync(5);
         let is_over = AtomicBool::new(false);
         thread::scope(|scope| {

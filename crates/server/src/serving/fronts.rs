@@ -20,6 +20,7 @@ use super::api::view::{FrontName, ReadMeter, ReadSpans};
 use super::bitmaps;
 use super::disks::{Open, ServedDisk, find};
 use super::doors::Doors;
+use super::failed_syncs;
 use crate::disks::split_commas;
 use crate::listen::{Bound, Published, SocketAccess};
 use crate::units::format_size;
@@ -526,6 +527,7 @@ fn exports(disks: &[Open]) -> Vec<Export<ServedDisk>> {
             disk: disk.clone(),
             read_only,
             checkpoints: Some(checkpoints.clone()),
+            kept: failed_syncs::kept,
             withdrawn: withdrawn.clone(),
         })
     };

@@ -202,6 +202,7 @@ fn start(path: &Path, dir: &Path) -> Result<Running> {
         disk: disk.clone(),
         read_only: false,
         checkpoints: None,
+        kept: |_| None,
         withdrawn: Arc::default(),
     };
     let server = Server::new(engine.clone(), ServerConfig::default(), vec![export])?;

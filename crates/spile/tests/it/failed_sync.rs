@@ -191,8 +191,10 @@ fn the_loss_of_an_export_is_accepted_by_its_uri() {
     let served = serve_disk(dir, &uri);
     assert_flushes(dir);
     Client::connect(&nbd(dir, "")).unwrap().write(0, &[1; 512], false).unwrap();
-    // The export's server ends with a write that was not flushed.
+    // The export's server ends with a write that was not flushed, and another file takes the place of the one that had it.
     first.kill();
+    std::fs::copy(dir.join("a.raw"), dir.join("b.raw")).unwrap();
+    std::fs::rename(dir.join("b.raw"), dir.join("a.raw")).unwrap();
     let _second = upstream();
     flush_by_nbd(dir).unwrap_err();
     served.kill();

@@ -18,7 +18,7 @@ use spile_nbd_wire::client::{
     GREETING_BYTES, OPTION_REPLY_BYTES, OptionReply, go_data, greeting, info_block_size, info_export, meta_context,
     meta_data, put_option,
 };
-use spile_nbd_wire::handshake::{FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, info, option, rep};
+use spile_nbd_wire::handshake::{FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, KEPT_CONTEXT, info, option, rep};
 use spile_nbd_wire::reply::cut;
 use spile_nbd_wire::uri::{Address, NbdUri, TlsQuery};
 
@@ -40,6 +40,8 @@ pub(super) struct Connection {
     pub(super) structured: bool,
     /// The number of `base:allocation`, where the server has it.
     pub(super) allocation: Option<u32>,
+    /// What the server says of what keeps the export ([`KEPT_CONTEXT`]).
+    pub(super) kept: Option<String>,
 }
 
 /// Connects to a server and shakes hands. `who` is a metadata context that says who asks: servers leave out those that they do not know.
@@ -60,8 +62,8 @@ pub(super) async fn dial(uri: &NbdUri, options: &NbdOptions, who: &str) -> Resul
     };
     match select(pin!(work), pin!(sleep(LIMIT))).await {
         Either::Left((done, _)) => {
-            let (transport, (facts, structured, allocation)) = done?;
-            Ok(Connection { transport, facts, structured, allocation })
+            let (transport, Found { facts, structured, allocation, kept }) = done?;
+            Ok(Connection { transport, facts, structured, allocation, kept })
         }
         Either::Right(_) => {
             Err(Error::new(ErrorKind::TimedOut, format!("the server did not answer within {} s", LIMIT.as_secs())))
@@ -141,6 +143,14 @@ fn broken(what: &str) -> Error {
     Error::new(ErrorKind::Protocol, what)
 }
 
+/// What a handshake has found.
+struct Found {
+    facts: NbdFacts,
+    structured: bool,
+    allocation: Option<u32>,
+    kept: Option<String>,
+}
+
 struct Handshake<'a> {
     transport: &'a Transport,
     uri: &'a NbdUri,
@@ -148,7 +158,7 @@ struct Handshake<'a> {
 }
 
 impl Handshake<'_> {
-    async fn run(&self, structured: bool, tls: Option<Arc<ClientConfig>>) -> Result<(NbdFacts, bool, Option<u32>)> {
+    async fn run(&self, structured: bool, tls: Option<Arc<ClientConfig>>) -> Result<Found> {
         let hello = self.receive::<GREETING_BYTES>().await?;
         let flags = greeting(&hello).ok_or_else(|| broken("this is no NBD server of the newstyle handshake"))?;
         if flags & FLAG_FIXED_NEWSTYLE == 0 {
@@ -160,19 +170,24 @@ impl Handshake<'_> {
             self.start_tls(config).await?;
         }
         let structured = structured && self.ask(option::STRUCTURED_REPLY, &[], |_, _| Ok(())).await?.is_ok();
-        let mut allocation = None;
+        let (mut allocation, mut kept) = (None, None);
         if structured {
-            let data = meta_data(&self.uri.export, &["base:allocation", self.who]);
+            let data = meta_data(&self.uri.export, &["base:allocation", self.who, KEPT_CONTEXT]);
             let note = |kind, data: &[u8]| {
-                if let (rep::META_CONTEXT, Some((number, "base:allocation"))) = (kind, meta_context(data)) {
-                    allocation = Some(number);
+                match meta_context(data).filter(|_| kind == rep::META_CONTEXT) {
+                    Some((number, "base:allocation")) => allocation = Some(number),
+                    Some((_, name)) => {
+                        let text = name.strip_prefix(KEPT_CONTEXT).and_then(|rest| rest.strip_prefix('='));
+                        kept = text.map(str::to_owned).or(kept.take());
+                    }
+                    None => {}
                 }
                 Ok(())
             };
             // A server without it says so, and all of its export is data.
             let _ = self.ask(option::SET_META_CONTEXT, &data, note).await?;
         }
-        Ok((self.go().await?, structured, allocation))
+        Ok(Found { facts: self.go().await?, structured, allocation, kept })
     }
 
     /// Nothing that came before TLS is believed: no option was asked yet, and all that came was taken.

@@ -35,6 +35,19 @@ pub fn on_lost_export(hear: impl Fn(&str) + Send + Sync + 'static) {
     let _ = LOST_EXPORT.set(Box::new(hear));
 }
 
+/// Remembers by what an export was kept that may have lost something, or (`None`) that nothing is lost. False when it could not.
+type Remember = Box<dyn Fn(&str, Option<&str>) -> bool + Send + Sync>;
+
+static DOUBTFUL_EXPORT: OnceLock<Remember> = OnceLock::new();
+
+/// Has `remember` called when a connection is lost with writes that were not flushed, and the server has said by what it keeps them
+/// ([`KEPT_CONTEXT`](spile_nbd_wire::handshake::KEPT_CONTEXT)): with that, and with `None` when the next server has said the same. When it says something else,
+/// the export has lost them ([`on_lost_export`]). In a process that does not call this function, or where `remember` returns false, they count as
+/// lost at once. A process that comes after this one has to compare, too. Only the first call of this function counts.
+pub fn on_doubtful_export(remember: impl Fn(&str, Option<&str>) -> bool + Send + Sync + 'static) {
+    let _ = DOUBTFUL_EXPORT.set(Box::new(remember));
+}
+
 /// The first pause between two tries; each is twice the one before, up to the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(4);
@@ -54,16 +67,25 @@ pub(super) struct Export {
     lost: AtomicBool,
     /// Whoever writes to it keeps account of what may be lost ([`Store::set_copy`](spile_core::Store::set_copy)).
     is_copy: AtomicBool,
+    /// How many links do not know what has become of writes.
+    doubts: Mutex<usize>,
+    /// By what the export was kept when it was opened.
+    kept: Option<String>,
     /// Connections that were lost, and requests that failed after that: how many go to the log.
     losses: LogLimit,
     failures: LogLimit,
 }
 
 impl Export {
-    pub(super) fn new(uri: NbdUri, facts: NbdFacts, options: NbdOptions, who: String) -> Self {
+    pub(super) fn new(uri: NbdUri, connection: &Connection, options: NbdOptions, who: String) -> Self {
         let path = uri.to_string().into();
-        let (lost, is_copy, losses, failures) = Default::default();
-        Self { uri, path, facts, options, who, lost, is_copy, losses, failures }
+        let (facts, kept) = (connection.facts, connection.kept.clone());
+        let (lost, is_copy, doubts, losses, failures) = Default::default();
+        Self { uri, path, facts, options, who, lost, is_copy, doubts, kept, losses, failures }
+    }
+
+    pub(super) fn kept(&self) -> Option<&str> {
+        self.kept.as_deref()
     }
 
     /// Fails when something that was answered may be gone.
@@ -94,6 +116,32 @@ impl Export {
         let was_told = self.lost.swap(true, Ordering::AcqRel) || self.is_copy.load(Ordering::Acquire);
         if let (false, Some(hear)) = (was_told, LOST_EXPORT.get()) {
             hear(&self.path.display().to_string());
+        }
+    }
+}
+
+impl Export {
+    /// A link does not know what has become of writes that `kept` has kept. False when they count as lost.
+    fn doubt(&self, kept: Option<&str>) -> bool {
+        let (Some(kept), Some(remember)) = (kept, DOUBTFUL_EXPORT.get()) else { return false };
+        // Who writes a copy writes again what was not flushed: it wants to hear of a loss at once.
+        if self.has_lost() || self.is_copy.load(Ordering::Acquire) {
+            return false;
+        }
+        let mut doubts = relock(&self.doubts);
+        let is_remembered = *doubts > 0 || remember(&self.path.display().to_string(), Some(kept));
+        *doubts += usize::from(is_remembered);
+        is_remembered
+    }
+
+    /// A link knows again.
+    fn end_doubt(&self, is_kept: bool) {
+        let mut doubts = relock(&self.doubts);
+        *doubts -= 1;
+        if !is_kept {
+            self.lose();
+        } else if let (0, false, Some(remember)) = (*doubts, self.has_lost(), DOUBTFUL_EXPORT.get()) {
+            remember(&self.path.display().to_string(), None);
         }
     }
 }
@@ -143,14 +191,19 @@ struct State {
     answered: u64,
     /// Of these, how many a completed flush of this link has covered.
     flushed: u64,
+    /// By what the server of the last connection keeps the export.
+    kept: Option<String>,
+    /// The next server has to say the same, or what was not flushed is lost.
+    in_doubt: bool,
     /// When the server last said something, or began to owe an answer.
     heard: Instant,
 }
 
 impl State {
-    fn new() -> Self {
+    fn new(kept: Option<&str>) -> Self {
         let (queue, sent) = Default::default();
-        Self { queue, sent, closing: false, answered: 0, flushed: 0, heard: Instant::now() }
+        let kept = kept.map(str::to_owned);
+        Self { queue, sent, closing: false, answered: 0, flushed: 0, kept, in_doubt: false, heard: Instant::now() }
     }
 
     fn has_unflushed(&self) -> bool {
@@ -169,13 +222,19 @@ impl State {
 
 impl Link {
     pub(super) fn new(export: Arc<Export>) -> Self {
-        Self { export, state: Mutex::new(State::new()), work: Notify::default(), watch: Notify::default() }
+        let state = Mutex::new(State::new(export.kept()));
+        Self { export, state, work: Notify::default(), watch: Notify::default() }
     }
 
     /// Queues a request.
     pub(super) fn push(&self, call: Arc<Call>) {
         relock(&self.state).queue.push_back(call);
         self.work.notify();
+    }
+
+    /// Counts as a link with a write that was answered and not flushed: one of a process before this.
+    pub(super) fn set_unflushed(&self) {
+        relock(&self.state).answered += 1;
     }
 
     /// True when writes of this link were answered and no completed flush of this link has covered them.
@@ -227,6 +286,7 @@ impl Link {
 
     /// Uses a connection until it ends, and returns why it did.
     async fn run(&self, connection: Connection) -> Error {
+        self.settle(connection.kept);
         let transport = &connection.transport;
         let session = Session::new(self, transport);
         relock(&self.state).heard = Instant::now();
@@ -257,12 +317,34 @@ impl Link {
         let sent = state.sent.take_all().into_iter().map(|sent| sent.call);
         let (again, stalled): (VecDeque<_>, VecDeque<_>) =
             sent.partition(|call| !timed_out || call.ask.may_come_late());
-        if !stalled.is_empty() || (state.has_unflushed() && self.export.facts.can_flush()) {
+        if !stalled.is_empty() {
             self.export.lose();
+        } else if state.has_unflushed() && self.export.facts.can_flush() {
+            self.doubt(&mut state);
         }
         let later = std::mem::replace(&mut state.queue, again);
         state.queue.extend(later);
         stalled
+    }
+
+    /// The next server may not have what was answered and not flushed.
+    fn doubt(&self, state: &mut State) {
+        if !state.in_doubt {
+            state.in_doubt = self.export.doubt(state.kept.as_deref());
+            if !state.in_doubt {
+                self.export.lose();
+            }
+        }
+    }
+
+    /// The server of a new connection says by what it keeps the export.
+    fn settle(&self, kept: Option<String>) {
+        let mut state = relock(&self.state);
+        let is_kept = state.kept == kept;
+        state.kept = kept;
+        if std::mem::take(&mut state.in_doubt) {
+            self.export.end_doubt(is_kept);
+        }
     }
 
     /// Connects, or connects again after a connection has ended (`ended`). When that cannot be done in time, or was not wanted,

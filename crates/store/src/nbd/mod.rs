@@ -12,7 +12,8 @@
 //! gone, and no client can tell that from a broken cable. They are not kept here to be sent again: a guest that flushes rarely
 //! would have them grow without bound. So a connection that is lost while such writes of its own exist makes the next flush
 //! fail, and every later one: **a flush that has failed stays failed**. A flush that was on its way when nothing else was
-//! unflushed is sent again. A server without `FLUSH` answers a write when it is durable, and nothing is lost with it.
+//! unflushed is sent again. A server of Spile's says by what it keeps the export: when the next one says the same, nothing is gone, and the flush goes
+//! to that ([`on_doubtful_export`]). A server without `FLUSH` answers a write when it is durable, and nothing is lost with it.
 //!
 //! Each connection counts its own writes, and a sync sends a `FLUSH` on every connection with answered writes that are not
 //! flushed. One `FLUSH` on any connection covers them all, but only while the server is the same: a new connection may reach a
@@ -59,8 +60,8 @@ use spile_nbd_wire::reply::STATE_ZERO;
 use spile_nbd_wire::uri::NbdUri;
 
 use self::call::{Ask, Call, Runs, relock};
-pub use self::link::on_lost_export;
 use self::link::{Export, Link};
+pub use self::link::{on_doubtful_export, on_lost_export};
 pub use self::options::{NbdFacts, NbdOptions};
 pub use self::same::{canonical_address, may_be_same_export};
 
@@ -139,7 +140,7 @@ impl NbdStore {
             let what = format!("the server takes only multiples of {} bytes", facts.min_block_bytes);
             return Err(Error::new(ErrorKind::Unsupported, what).hint("at most 4096 can be served"));
         }
-        let export = Arc::new(Export::new(uri, facts, options, who));
+        let export = Arc::new(Export::new(uri, &connection, options, who));
         let link = Arc::new(Link::new(export.clone()));
         let mut links =
             vec![None; if facts.has(transmission::CAN_MULTI_CONN) { options.connections.max(1) } else { 1 }];
@@ -180,6 +181,20 @@ impl NbdStore {
             link
         });
         link.clone()
+    }
+
+    /// By what the server said that it keeps the export when the store was opened
+    /// ([`KEPT_CONTEXT`](spile_nbd_wire::handshake::KEPT_CONTEXT)).
+    pub fn kept(&self) -> Option<&str> {
+        self.inner.export.kept()
+    }
+
+    /// Says that a process before this one may have left writes that were not flushed.
+    pub fn set_unflushed(&self) {
+        // Any of them will do, and the first was made with the store.
+        if let Some(link) = relock(&self.inner.links).iter().flatten().next() {
+            link.set_unflushed();
+        }
     }
 
     /// True when something that was answered may be gone: no sync succeeds then.

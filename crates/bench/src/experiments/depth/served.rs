@@ -71,6 +71,7 @@ impl SlowExport {
             disk: disk.clone(),
             read_only: false,
             checkpoints: None,
+            kept: |_| None,
             withdrawn: Arc::default(),
         };
         let server = Server::new(engine.clone(), ServerConfig::default(), vec![export])?;

@@ -27,8 +27,13 @@ const PATIENCE: Duration = Duration::from_secs(120);
 pub fn spile() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_spile"));
     // The control sockets of servers that were not told where to have theirs.
-    command.env("SPILE_RUN_DIR", format!("{}/run-{}", env!("CARGO_TARGET_TMPDIR"), std::process::id()));
+    command.env("SPILE_RUN_DIR", run_dir());
     command
+}
+
+/// The run folder of this test's programs.
+pub fn run_dir() -> PathBuf {
+    format!("{}/run-{}", env!("CARGO_TARGET_TMPDIR"), std::process::id()).into()
 }
 
 /// The program, whose syncs fail or take long when files in `dir` say so (`faulty_sync.c`).

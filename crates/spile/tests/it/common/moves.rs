@@ -41,6 +41,29 @@ pub fn receive_in(dir: &Path, folder: &str) -> Served {
     there
 }
 
+/// As [`receive`], of a host that was started anew: whatever was in its memory is gone, as far as it says. `None` where the test may not have a name space of its own.
+pub fn receive_after_reboot(dir: &Path) -> Option<Served> {
+    std::fs::write(dir.join("boot_id"), "00112233-4455-6677-8899-aabbccddeeff\n").unwrap();
+    let mount = "mount --bind boot_id /proc/sys/kernel/random/boot_id";
+    let may = ["-rm", "-m"].into_iter().find(|how| {
+        let mut command = std::process::Command::new("unshare");
+        command
+            .args([how, "sh", "-c", mount])
+            .current_dir(dir)
+            .stderr(Stdio::null())
+            .status()
+            .is_ok_and(|done| done.success())
+    });
+    let program = spile();
+    let mut command = std::process::Command::new("unshare");
+    command.args([may?, "sh", "-c", &format!("{mount} && exec \"$@\""), "sh"]).arg(program.get_program());
+    command.envs(program.get_envs().filter_map(|(key, value)| Some((key, value?))));
+    command.args(["receive", "there", "--nbd", "unix:there.nbd"]).current_dir(dir).stdout(Stdio::null());
+    let there = Served { child: command.spawn().unwrap(), socket: dir.join("there.nbd") };
+    eventually("it answers", || UnixStream::connect(&there.socket).is_ok());
+    Some(there)
+}
+
 /// Where the disk `name` goes at the host of [`receive`].
 pub fn to(dir: &Path, name: &str) -> String {
     to_host(dir, "there", name)
