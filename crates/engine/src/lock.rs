@@ -98,6 +98,8 @@ fn raise(old: &[BorrowedFd<'_>], new: BorrowedFd<'_>) -> Result<()> {
     old.iter().for_each(|fd| release(*fd));
     let raised = patiently(TRIES, || acquire(new, OpenMode::ReadWrite));
     if raised.is_err() {
+        // It may have got byte 0 and failed by another one, as when two readers want to write at once. It would be in the way of `old` itself.
+        let _ = call(new, libc::F_OFD_SETLK, &mut request(libc::F_UNLCK, 0));
         // Whoever is in the way for a moment is refused by the shared bytes of `new`.
         let restored = patiently(RESTORE_TRIES, || {
             old.first().map_or(Ok(()), |first| take(*first, gate_of(OpenMode::ReadOnly), 0))?;
@@ -356,6 +358,34 @@ mod tests {
         assert!(is_locked(OpenMode::ReadOnly));
         drop(writer);
         assert!(!is_locked(OpenMode::ReadWrite), "the old one has no lock any more");
+    }
+
+    /// Each gives up its reader's lock and sees the other one's first locks of a writer.
+    #[test]
+    fn of_two_readers_that_want_to_write_at_once_each_has_its_lock_afterwards() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let reader = locked(file.path(), OpenMode::ReadOnly).unwrap();
+        let (other, writer) = (open(file.path()), open(file.path()));
+        take_shared(other.as_fd(), uses_of(OpenMode::ReadWrite)).unwrap();
+        let raised = pass_on(&[reader.as_fd()], OpenMode::ReadOnly, writer.as_fd(), OpenMode::ReadWrite);
+        assert_eq!(raised.unwrap_err().kind(), ErrorKind::Busy);
+        assert_eq!(is_held(reader.as_fd(), open(file.path()).as_fd(), OpenMode::ReadOnly), Ok(true));
+        drop((other, writer));
+        let readers = [reader, locked(file.path(), OpenMode::ReadOnly).unwrap()];
+        std::thread::scope(|scope| {
+            for reader in &readers {
+                scope.spawn(|| {
+                    for _ in 0..50 {
+                        let writer = open(file.path());
+                        let raised =
+                            pass_on(&[reader.as_fd()], OpenMode::ReadOnly, writer.as_fd(), OpenMode::ReadWrite);
+                        assert_eq!(raised.unwrap_err().kind(), ErrorKind::Busy, "the other one reads all the time");
+                    }
+                });
+            }
+        });
+        let other = open(file.path());
+        assert!(readers.iter().all(|reader| is_held(reader.as_fd(), other.as_fd(), OpenMode::ReadOnly) == Ok(true)));
     }
 
     #[test]
