@@ -34,7 +34,9 @@ const PATIENCE: Duration = Duration::from_secs(3);
 pub async fn refuse_parent(layers: &[LayerInfo]) -> Result<()> {
     let Some(image) = layers.first().filter(|image| image.path.is_absolute()) else { return Ok(()) };
     let path = image.path.clone();
-    if let Some(other) = run_blocking(&image.path, move || other_name(&path)).await {
+    let others = run_blocking(&image.path, move || other_names(&path)).await;
+    let is_deleted = |image: &PathBuf| names::gone(image).exists();
+    if let Some(other) = others.iter().find(|other| is_deleted(other) || is_deleted(&image.path)) {
         let what = format!("it has the name {}, too, because a merge was broken off", other.display());
         return Err(Error::new(ErrorKind::Denied, what).at_path(&image.path).hint("spile gc finishes it"));
     }
@@ -50,18 +52,24 @@ pub async fn refuse_parent(layers: &[LayerInfo]) -> Result<()> {
              --write-parent if no disk needs it any more",
         ));
     }
-    match child_of(&image.path, image.identity).await {
-        Children::None => Ok(()),
-        Children::NotAllAsked => {
-            let path = image.path.display();
-            tracing::warn!("{path}: not all images in its folder were asked whether they are its children");
-            Ok(())
+    // A child names its parent by one of the names that the file has.
+    for path in std::iter::once(&image.path).chain(&others) {
+        match child_of(path, image.identity).await {
+            Children::None => {}
+            Children::NotAllAsked => {
+                let path = path.display();
+                tracing::warn!("{path}: not all images in its folder were asked whether they are its children");
+            }
+            Children::Has(child) => {
+                let name = (path != &image.path).then(|| format!("it is the same file as {}: ", path.display()));
+                return Err(is_a_parent(&image.path, &child, name.as_deref().unwrap_or_default()).hint(
+                    "open the child instead, or a new child of this disk (spile create --parent); or read this disk only; \
+                     --write-parent if the child is of no use any more",
+                ));
+            }
         }
-        Children::Has(child) => Err(is_a_parent(&image.path, &child).hint(
-            "open the child instead, or a new child of this disk (spile create --parent); or read this disk only; \
-             --write-parent if the child is of no use any more",
-        )),
     }
+    Ok(())
 }
 
 /// Refuses to write to a disk whose image keeps its data in another file, when an image beside that file needs it, too: as its data, or as its parent; and
@@ -109,15 +117,15 @@ pub async fn refuse_shared_data(disk: &Graph<HostStore>) -> Result<()> {
     }
 }
 
-/// The other name of the file at `path` when one of both is that of an image that was deleted: a merge gives it the name of its child, and was broken off
-/// before it has lost its own. Children may name it by either. Reads the folder: not to be called on a worker.
-fn other_name(path: &Path) -> Option<PathBuf> {
-    let stat = path.metadata().ok().filter(|stat| stat.nlink() > 1)?;
+/// The other names that the file at `path` has in its folder: it was linked by hand, or a merge gives it the name of its child and was broken off before it has lost its own. Reads
+/// the folder: not to be called on a worker.
+fn other_names(path: &Path) -> Vec<PathBuf> {
     let id = |stat: &std::fs::Metadata| (stat.dev(), stat.ino());
-    let is_deleted = |image: &Path| names::gone(image).exists();
-    let others = std::fs::read_dir(path.parent()?).ok()?.flatten().map(|entry| entry.path());
-    let mut same = others.filter(|other| other != path && other.metadata().is_ok_and(|other| id(&other) == id(&stat)));
-    same.find(|other| is_deleted(other) || is_deleted(path))
+    let (Some(stat), Some(folder)) = (path.metadata().ok().filter(|stat| stat.nlink() > 1), path.parent()) else {
+        return Vec::new();
+    };
+    let others = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    others.filter(|other| other != path && other.metadata().is_ok_and(|other| id(&other) == id(&stat))).collect()
 }
 
 /// Refuses to have another disk written over the file at `path`, whatever that holds, when an image in its folder names it as
@@ -135,7 +143,7 @@ pub async fn refuse_lost_parent(path: &Path) -> Result<()> {
             let error = Error::new(ErrorKind::Denied, what).at_path(path);
             Err(error.hint("choose another place; or say --write-parent if no image needs this one"))
         }
-        Children::Has(child) => Err(is_a_parent(path, &child)
+        Children::Has(child) => Err(is_a_parent(path, &child, "")
             .hint("choose another place; or say --write-parent if the child is of no use any more")),
     }
 }
@@ -303,7 +311,7 @@ fn neighbours(path: &Path, most: usize, may_be_child: impl Fn(&Path) -> bool) ->
     found
 }
 
-fn is_a_parent(image: &Path, child: &Path) -> Error {
-    let what = format!("{} is a child of this disk: what is written here would change it", child.display());
+fn is_a_parent(image: &Path, child: &Path, name: &str) -> Error {
+    let what = format!("{name}{} is a child of this disk: what is written here would change it", child.display());
     Error::new(ErrorKind::Denied, what).at_path(image)
 }

@@ -54,6 +54,26 @@ fn a_parent_is_not_served_for_writing_unless_told_to() {
     opens(dir, &["other/p.vhd"]).unwrap();
 }
 
+/// A snapshot takes the file along, and the link still leads to it.
+#[test]
+fn a_parent_is_not_written_by_another_name_of_its_file() {
+    for ext in ["vhd", "qcow2"] {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        let [disk, link] = ["disk", "link"].map(|name| format!("{name}.{ext}"));
+        ok(dir, &["create", &disk, "--size", "1M"]);
+        fs::hard_link(dir.join(&disk), dir.join(&link)).unwrap();
+        opens(dir, &[&link]).unwrap();
+        ok(dir, &["snapshot", &disk, "--name", "s"]);
+        let err = opens(dir, &[&link]).unwrap_err();
+        assert!(err.contains("it is the same file as") && err.contains(&format!("{disk} is a child")), "{err}");
+        opens(dir, &[&disk]).unwrap();
+        opens(dir, &[&format!("{link},read-only")]).unwrap();
+        ok(dir, &["delete", &disk]);
+        opens(dir, &[&link]).unwrap();
+    }
+}
+
 #[test]
 fn a_parent_that_was_moved_is_named_with_all_that_was_tried_and_what_helps() {
     let dir = tempfile::tempdir().unwrap();
