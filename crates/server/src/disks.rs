@@ -240,7 +240,7 @@ async fn look_for_moved(files: &HostFiles, source: &Locator, may_change: bool) -
 }
 
 /// What is known of a disk that is not at its path.
-fn moved(source: &Locator) -> Option<Moved> {
+pub fn moved(source: &Locator) -> Option<Moved> {
     let note = std::fs::read(spile_life::names::moved(&missing(source)?)).ok()?;
     Moved::from_text(&String::from_utf8_lossy(&note))
 }

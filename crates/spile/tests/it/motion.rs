@@ -56,10 +56,21 @@ fn a_disk_that_nobody_uses_is_moved_and_its_old_path_says_where_it_is() {
     assert_eq!(names(dir, "new"), [".alone.vhd.spile-came", ".alone.vhd.spile-changes", "alone.vhd"]);
     assert_eq!(json(dir, &["info", "new/alone.vhd", "--chain"])["layers"].as_array().unwrap().len(), 1);
     assert!(bytes_of(dir, "new/alone.vhd") == bytes, "the bytes are others");
-    for command in
-        [&["info", "old/alone.vhd"][..], &["check", "old/alone.vhd"], &["serve", "old/alone.vhd", "--nbd", "unix:n"]]
-    {
-        let said = fails(dir, 1, command);
+    for command in [
+        &["info"][..],
+        &["check"],
+        &["serve", "--nbd", "unix:n"],
+        &["backup", "b.raw"],
+        &["resize", "1G"],
+        &["clone", "c.vhd"],
+        &["snapshot", "--name", "s"],
+        &["checkpoint", "c"],
+        &["limit", "--iops", "5"],
+        &["coalesce", "--wait"],
+        &["move", "--to", "new/again.vhd"],
+        &["delete"],
+    ] {
+        let said = fails(dir, 1, &[&command[..1], &["old/alone.vhd"], &command[1..]].concat());
         assert!(said.contains("was moved to") && said.contains("new/alone.vhd"), "{command:?}: {said}");
     }
     // To another format, and nothing stays.

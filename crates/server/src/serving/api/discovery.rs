@@ -12,6 +12,7 @@ use spile_nbd_wire::uri::{Address, NbdUri};
 
 use super::client::{LOOK_PATIENCE, ask, runtime, typed, within};
 use super::types::{Disk, DiskList, Job, JobList};
+use crate::disks;
 
 /// The extension of a control socket's file name.
 pub const EXTENSION: &str = "control";
@@ -201,6 +202,9 @@ fn unknown(text: &str, silent: &[String]) -> Error {
     let is_missing = || matches!(path.symlink_metadata(), Err(e) if e.kind() == std::io::ErrorKind::NotFound);
     let error = match is_path && is_missing() {
         true => {
+            if let Some(moved) = disks::moved(&path.into()) {
+                return moved.told(path);
+            }
             Error::new(ErrorKind::NotFound, "it cannot be found, and no server has a disk of that name").at_path(path)
         }
         false => Error::new(ErrorKind::NotFound, format!("no server has a disk {text:?}")),
