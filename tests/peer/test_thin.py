@@ -7,10 +7,11 @@ verifies what it has written, and libnbd. `qemu-img check` looks at what is left
 import json
 import os
 import stat
+import subprocess
 import threading
 import time
 
-from support import KIB, LIMIT_S, MIB, STANDIN, PeerTest, check_by_qemu, need, need_module, run, spile, text
+from support import KIB, LIMIT_S, MIB, STANDIN, PeerTest, check_by_qemu, need, need_module, run, spile, spile_binary, text
 
 nbd = need_module("nbd", "python3-libnbd")
 
@@ -221,18 +222,30 @@ class Thin(PeerTest):
                 server = self.serve_thin(device, form, "--on-error", "pause", "--grow-ahead", "1M")
                 handle, results = self.client(server), []
                 writer = threading.Thread(target=self.fill, args=(handle, results))
+                watch = [spile_binary(), "events", "thin", "--follow", "--json"]
+                watcher = subprocess.Popen(watch, stdout=subprocess.PIPE, text=True)
+                self.addCleanup(watcher.kill)
+                heard = []
+
+                def act():
+                    for line in watcher.stdout:
+                        what = json.loads(line)["what"]
+                        heard.extend(what)
+                        if wanted := what.get("room_wanted"):
+                            run(by_hand, wanted["device"], wanted["device_bytes"], wanted["wants_bytes"])
+                            spile("resume", "thin")
+
+                actor = threading.Thread(target=act)
+                actor.start()
                 writer.start()
-                while writer.is_alive():
-                    room = self.show()["room"]
-                    if "wants_bytes" in room:
-                        run(by_hand, device, room["device_bytes"], room["wants_bytes"])
-                        spile("resume", "thin")
-                    time.sleep(0.02)
-                writer.join()
+                writer.join(LIMIT_S)
                 self.assertEqual(results, ["written"], server.output())
                 self.assertIn("spile resume thin", server.output())
                 handle.shutdown()
                 self.assertEqual(server.stop(), 0)
+                actor.join(LIMIT_S)
+                self.assertEqual(watcher.wait(LIMIT_S), 0, "it ends with the server")
+                self.assertLessEqual({"room_wanted", "room_made"}, set(heard))
                 self.check_image(device, form)
 
     def test_what_needs_no_command_refuses_one(self):

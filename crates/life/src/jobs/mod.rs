@@ -200,6 +200,11 @@ impl Job {
         self.state()
     }
 
+    /// True once nothing has refused the job.
+    pub fn is_accepted(&self) -> bool {
+        self.control().is_accepted
+    }
+
     /// Waits until it is known whether the job is refused.
     ///
     /// # Errors

@@ -10,7 +10,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -307,8 +307,9 @@ pub enum Event {
     WantsRoom(Arc<Growth>),
     /// The command that makes the device of this disk longer has ended so.
     RoomMade(Arc<Growth>, Result<()>),
-    /// The disk of this name has another graph now.
-    Exchanged(String, Arc<Graph<HostStore>>),
+    /// The disk of this name has another graph now. An event may wait while the server is handed over: it does not keep the graph, whose files the successor is to
+    /// have.
+    Exchanged(String, Weak<Graph<HostStore>>),
 }
 
 /// A request that came as a line, and the way to answer it.

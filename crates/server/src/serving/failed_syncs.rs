@@ -31,6 +31,7 @@ use spile_store::{AnyStore, FileId, HostStore, canonical_address};
 
 use super::api::discovery;
 use super::disks::ServedDisk;
+use super::events::{self, Said, What};
 
 /// A sync that has failed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -253,6 +254,7 @@ pub fn remember() {
 fn note(known: Option<Known>, path: String, errno: i32) {
     let sync = FailedSync::now(path, errno);
     tracing::error!("{sync}. Every flush of its disk fails from now on, until `spile accept-loss`");
+    events::tell(None, What::SyncFailed(Said { message: sync.to_string() }));
     let unknown = || Error::new(ErrorKind::Io, "the file cannot be identified");
     let written = known.ok_or_else(unknown).and_then(|(key, born)| Marks::of_host()?.write(&key, born, None, sync));
     if let Err(error) = written {

@@ -18,6 +18,7 @@ use tokio::sync::oneshot;
 use super::api::types::{self, FailureDetail, JobChange, NewJob};
 use super::control::Event;
 use super::disks::ServedDisk;
+use super::events::{self, JobEnded};
 use crate::checkpoints::Checkpoints;
 use crate::jobs::{self, Access};
 
@@ -263,14 +264,25 @@ impl DiskJobs {
         self.state().listener = Some((name, events));
     }
 
-    /// Tells that the disk has another graph. Not of a disk that is about to be closed: a graph that waits to be heard of would keep its
-    /// files open and locked.
+    /// Tells that the disk has another graph.
     async fn tell(&self, disk: &ServedDisk) {
         let graph = disk.graph().await;
-        let state = self.state();
-        if let Some((name, events)) = state.listener.as_ref().filter(|_| !state.is_closed) {
-            let _ = events.send(Event::Exchanged(name.clone(), graph));
+        if let Some((name, events)) = &self.state().listener {
+            let _ = events.send(Event::Exchanged(name.clone(), Arc::downgrade(&graph)));
         }
+    }
+
+    /// Tells those who wait for events that `job` has ended. Not of a job that was refused.
+    pub fn tell_end(&self, job: &DiskJob) {
+        if !job.job.is_accepted() {
+            return;
+        }
+        let report = job.job.report();
+        let (disk, state) =
+            (self.state().listener.as_ref().map(|(name, _)| name.clone()), report.state.name().to_owned());
+        let (id, kind) = (job.id.clone(), job.what.kind().to_owned());
+        let message = report.error.map(|error| error.to_string());
+        events::tell(disk.as_deref(), events::What::JobEnded(JobEnded { id, kind, state, message }));
     }
 
     /// Goes on with what a process before has begun, if there is something. Until that is known, nothing else begins on the disk's images, and then
@@ -336,6 +348,7 @@ impl DiskJobs {
                 tracing::warn!("the job {} has failed: {error}", running.id);
             }
             jobs.tell(&disk).await;
+            jobs.tell_end(&running);
             // Nobody listens to a server that ends any more.
             if let Plan::Move(Move { to, stays: false, .. }) = &plan
                 && running.job.state() == JobState::Done
@@ -670,4 +683,38 @@ fn next_id() -> String {
 
 fn just_exchanged() -> Error {
     Error::new(ErrorKind::Busy, "the images of the disk are just exchanged").hint("try again")
+}
+
+#[cfg(test)]
+mod tests {
+    use spile_core::{Disk as _, Locator};
+    use spile_engine::Config;
+    use spile_image::{Format, OpenOptions};
+    use spile_node::Node;
+    use spile_store::CacheMode;
+
+    use super::*;
+
+    /// Who hands a server over does not look at its events, and the successor is to have the files.
+    #[test]
+    fn an_event_that_waits_keeps_no_file_open() {
+        let engine = Engine::start(Config { workers: 1, ..Config::default() }).unwrap();
+        let (sender, events) = mpsc::channel();
+        let done = engine.run_on(0, move || async move {
+            let options = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
+            let graph = crate::disks::open_keeping(CacheMode::Page, &Locator::Mem(1 << 20), &options).await?;
+            let disk = Node::new(graph);
+            let access = Access::default();
+            let jobs = DiskJobs::new(access, Arc::new(Checkpoints::none(access)));
+            jobs.tell_to("d".to_owned(), sender);
+            jobs.tell(&disk).await;
+            let graph = Arc::downgrade(&disk.graph().await);
+            disk.close().await?;
+            drop(disk);
+            Ok::<_, Error>(graph.upgrade().is_none())
+        });
+        assert!(matches!(events.try_recv(), Ok(Event::Exchanged(name, _)) if name == "d"));
+        assert!(done.unwrap(), "the event keeps the disk's files open");
+        engine.shutdown();
+    }
 }

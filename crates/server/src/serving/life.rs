@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::pin::pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use futures_util::future::{Either, join_all, select};
@@ -88,7 +88,7 @@ impl Server {
                 Ok((taken, stall, ended)) => {
                     let disks: Vec<_> = taken.iter().map(Taken::tell).collect();
                     for Taken { subject, graph, .. } in &taken {
-                        let _ = events.send(Event::Exchanged(subject.name.clone(), graph.clone()));
+                        let _ = events.send(Event::Exchanged(subject.name.clone(), Arc::downgrade(graph)));
                     }
                     // From its answer on, a process that is killed costs no checkpoint.
                     join_all(taken.iter().map(|one| one.subject.checkpoints.note_images(&one.graph))).await;
@@ -164,9 +164,11 @@ impl Server {
     }
 
     /// The disk of this name has another graph now: whoever looks, and a successor that asks, learns of it.
-    pub(super) fn note_exchange(&mut self, name: &str, graph: &Graph<HostStore>) {
-        if let Some(open) = self.disks.iter_mut().find(|open| open.name == name) {
-            open.look_at(graph);
+    pub(super) fn note_exchange(&mut self, name: &str, graph: &Weak<Graph<HostStore>>) {
+        // One that is gone has been followed by another one, or its disk is closed.
+        let disk = self.disks.iter_mut().find(|open| open.name == name);
+        if let (Some(open), Some(graph)) = (disk, graph.upgrade()) {
+            open.look_at(&graph);
             note_images(&self.engine, open);
         }
         self.follow_moves();

@@ -191,7 +191,7 @@ impl Going {
         let Prepared { ground, before, ready } = prepared;
         drop(before);
         let (graph, kept) = ready.into_parts();
-        let _ = self.events.send(Event::Exchanged(self.name.clone(), graph.clone()));
+        let _ = self.events.send(Event::Exchanged(self.name.clone(), Arc::downgrade(&graph)));
         // From its answer on, a process that is killed costs no checkpoint.
         self.checkpoints.note_images(&graph).await;
         let (mut kept_path, mut trouble) = (None, None);

@@ -25,6 +25,7 @@ use super::api::{Call, Context, Order, router};
 use super::claims::Claims;
 use super::control::{Event, LineRequest, Request};
 use super::disks::{self, Open, Opening, find};
+use super::events;
 use super::failed_syncs::FailedSync;
 use super::fronts::{self, Fronts, Listening, Options, Role, Socket, XenFront};
 use super::jobs::stop_within;
@@ -99,6 +100,7 @@ impl Server {
     /// When the workers cannot be started, or the options are not allowed.
     pub fn new(opening: Opening, options: Options, engine: Config) -> Result<Self> {
         raise_file_limit();
+        events::begin();
         let engine = Engine::start(engine)?;
         let fronts = Fronts::of_nothing(&engine, &options)?;
         let (sender, events) = mpsc::channel();
@@ -249,6 +251,7 @@ impl Server {
     pub fn close(self, served: Result<()>) -> Result<()> {
         let Self { engine, disks, fronts, view, calls, .. } = self;
         view.show(None);
+        events::end();
         // The fronts share the disks, and a disk's files and its connection to an NBD server end with its last share.
         drop(fronts);
         let closed = disks::close(&engine, disks, served);

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use spile_engine::OsEnv;
 use spile_node::{News, Policy, Troubles};
 
+use super::events::{self, GoesOn, Waits, What};
 use crate::notify::notify;
 
 /// The policy for trouble below the disk of this name.
@@ -25,6 +26,8 @@ pub(crate) fn tell(disk: &str, news: &News) {
                  {disk}` tries at once, `spile on-error {disk} report` gives the error to the guest)"
             );
             notify(&format!("STATUS=the disk {disk:?} waits: {error}"));
+            let waits = Waits { operation: op.to_owned(), message: error.to_string() };
+            events::tell(Some(disk), What::Waits(waits));
         }
         News::Ends { time, requests, left, .. } if *left > 0 => {
             let time_s = time.as_secs_f64();
@@ -41,6 +44,8 @@ pub(crate) fn tell(disk: &str, news: &News) {
                 "the disk {disk:?} goes on: {requests} request(s) have waited, {time_s:.1} s in all{failed}"
             );
             notify(&format!("STATUS=the disk {disk:?} goes on"));
+            let goes_on = GoesOn { time_s, requests: *requests, reported: *reported };
+            events::tell(Some(disk), What::GoesOn(goes_on));
         }
     }
 }

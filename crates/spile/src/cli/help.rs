@@ -175,6 +175,15 @@ pub const ENDINGS: &[Ending] = &[
         notes: &[JSON],
     },
     Ending {
+        command: "events",
+        codes: &[],
+        examples: &[
+            ("spile events", "what has happened to the disks of this host"),
+            ("spile events disk --follow --json", "for a program that is to act: a line for each event, as it comes"),
+        ],
+        notes: &[JSON],
+    },
+    Ending {
         command: "trace",
         codes: &[],
         examples: &[

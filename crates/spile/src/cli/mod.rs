@@ -17,6 +17,7 @@ mod data_file;
 mod demo;
 mod docs;
 mod ending;
+mod events;
 mod fill;
 mod gc;
 mod help;
@@ -103,6 +104,7 @@ enum Command {
     Stat(stat::StatArgs),
     Top(top::TopArgs),
     Slow(slow::SlowArgs),
+    Events(events::EventsArgs),
     Trace(trace::TraceArgs),
     Attach(control::AttachArgs),
     Detach(control::DetachArgs),
@@ -179,6 +181,7 @@ pub fn run() -> ExitCode {
         Command::Stat(args) => stat::run(args),
         Command::Top(args) => top::run(args),
         Command::Slow(args) => slow::run(args),
+        Command::Events(args) => events::run(args),
         Command::Trace(args) => trace::run(args),
         Command::Attach(args) => control::attach(args),
         Command::Detach(args) => control::detach(args),

@@ -8,6 +8,7 @@ use spile_server::serving::api::checkpoints::{ChangedBlocks, CheckpointList};
 use spile_server::serving::api::images::Info;
 use spile_server::serving::api::slow::SlowRequests;
 use spile_server::serving::api::types::{DiskDetail, DiskList, Failure, Job, JobList, Reverted, Snapshot};
+use spile_server::serving::events::DiskEvent;
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
@@ -86,6 +87,7 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("accept-loss", of::<AcceptedLoss>),
     ("resize", of::<Resized>),
     ("slow", of::<SlowRequests>),
+    ("events", of::<DiskEvent>),
     ("trace", of::<Traced>),
     ("snapshot", of::<Snapshot>),
     ("clone", of::<Cloned>),

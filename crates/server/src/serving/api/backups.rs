@@ -55,6 +55,12 @@ impl View {
                 return Err(refused);
             }
         }
+        for (jobs, job) in begun.clone() {
+            self.spawn(move || async move {
+                job.job().over().await;
+                jobs.tell_end(&job);
+            });
+        }
         begun.iter().map(|(_, job)| self.job(server, job.id())).collect()
     }
 }

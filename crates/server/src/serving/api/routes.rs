@@ -30,6 +30,7 @@ use super::workers::Workers;
 use super::{Call, Order};
 use crate::log;
 use crate::serving::control::Event;
+use crate::serving::events::{self, EventList};
 use crate::serving::life::SnapshotCall;
 use crate::serving::metrics::Exporter;
 use crate::serving::metrics::listen::respond;
@@ -41,6 +42,9 @@ use crate::serving::reverting::RevertCall;
 const MAX_BODY_BYTES: usize = 64 << 10;
 /// How long a body may take to come.
 const BODY_PATIENCE: Duration = Duration::from_secs(5);
+
+/// The longest wait for an event, in milliseconds: a call is answered before its caller is hung up on.
+pub const LONGEST_WAIT_MS: u64 = 120_000;
 
 /// The most runs in an answer about a map.
 const MAX_RUNS: u64 = 4096;
@@ -77,6 +81,7 @@ pub fn router(context: Context) -> Router {
         .route("/v1/disks/{name}/resume", post(resume))
         .route("/v1/disks/{name}/revert", post(revert))
         .route("/v1/disks/{name}/accept-loss", post(accept_loss))
+        .route("/v1/events", get(events))
         .route("/v1/jobs", get(jobs::list).post(begin_job))
         .route("/v1/jobs/{id}", get(jobs::show).patch(jobs::change))
         .route("/v1/backups", post(begin_backup))
@@ -117,6 +122,7 @@ pub fn router(context: Context) -> Router {
         stats,
         slow,
         trace,
+        events,
         workers,
         groups,
         change_group,
@@ -433,6 +439,29 @@ async fn trace(State(context): State<Context>, Path(name): Path<String>, RawQuer
     let time = Duration::from_millis(for_ms);
     let running = Running::begin(context.view.clone(), name, time, max_requests).await?;
     Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], running.body()).into_response())
+}
+
+/// What has happened to the disks: the events behind the number `after`, as soon as there is one. A caller asks again with `last`, and misses none
+/// meanwhile.
+#[utoipa::path(get, path = "/v1/events", params(
+    ("after" = Option<u64>, Query, description = "the `last` of the answer before; all events that are kept when left out"),
+    ("wait_ms" = Option<u64>, Query, description = "how long to wait for the first event, in milliseconds, up to 120000; 0 when left out")),
+    responses((status = 200, body = EventList), (status = "default", body = Failure)))]
+async fn events(RawQuery(query): RawQuery) -> Answer {
+    let (mut after, mut wait_ms) = (None, 0);
+    for (key, value) in numbers(query.as_deref().unwrap_or_default())? {
+        match key {
+            "after" => after = Some(value),
+            "wait_ms" if value <= LONGEST_WAIT_MS => wait_ms = value,
+            "wait_ms" => {
+                let what = format!("a wait of {value} ms is too long");
+                let error = Error::new(ErrorKind::InvalidInput, what);
+                return Err(error.hint(format!("it takes {LONGEST_WAIT_MS} ms at the most: ask again")).into());
+            }
+            _ => return Err(unknown_key(key).into()),
+        }
+    }
+    Ok(json(StatusCode::OK, &events::after(after, Duration::from_millis(wait_ms)).await))
 }
 
 fn unknown_key(key: &str) -> Error {

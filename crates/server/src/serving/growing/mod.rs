@@ -35,6 +35,7 @@ use self::command::{END_PATIENCE, Run};
 use super::api::types;
 use super::control::Event;
 use super::disks::{Open, ServedDisk};
+use super::events::{self, RoomMade, RoomWanted, Said, What};
 use super::server::Server;
 use crate::grow::{DEFAULT_AHEAD_BYTES, DEFAULT_TIMEOUT, GrowOptions};
 
@@ -137,7 +138,11 @@ impl Growth {
     /// The image has `room`. A worker calls this.
     fn hear(self: &Arc<Self>, room: Room) {
         let mut state = self.lock();
-        state.room = Some(room);
+        let before = state.room.replace(room);
+        if before.is_some_and(|before| before.device_bytes < room.device_bytes) {
+            let made = RoomMade { device_bytes: room.device_bytes };
+            events::tell(Some(&self.disk), What::RoomMade(made));
+        }
         self.ask(&mut state);
     }
 
@@ -175,6 +180,13 @@ impl Growth {
             journal.disk = disk,
             "the disk {disk:?} has {free} of room left on {device}: make that {wanted_bytes} bytes long, then `spile resume {disk}`"
         );
+        let wanted = RoomWanted {
+            device: device.to_string(),
+            device_bytes: room.device_bytes,
+            free_bytes: room.free_bytes,
+            wants_bytes: wanted_bytes,
+        };
+        events::tell(Some(disk), What::RoomWanted(wanted));
     }
 
     /// The disk that grows so, while it is served. One that was attached anew under the same name is another one.
@@ -255,6 +267,7 @@ impl Growth {
             journal.error = error as &(dyn std::error::Error + 'static),
             "no room was made for the disk {disk:?}, and the command is not run again for {pause_s} s: {error}"
         );
+        events::tell(Some(disk), What::RoomFailed(Said { message: error.to_string() }));
     }
 
     /// No command runs any more. When a request has found no room since, or there is too little still, the next one is asked for in the same
