@@ -247,7 +247,7 @@ impl Checkpoints {
         let mut slot = self.changes.lock().await;
         // After a loss that is told to everybody, a new file begins anew.
         let is_usable = |changes: &&Arc<_>| !Changes::loss(changes).is_some_and(|loss: &Loss| loss.is_removed);
-        let changes = match slot.as_ref().filter(is_usable) {
+        let (changes, is_new) = match slot.as_ref().filter(is_usable) {
             Some(changes) => {
                 refuse_elsewhere(changes, disk).await?;
                 check_grain(changes.names().await.1, block_bytes)?;
@@ -256,7 +256,12 @@ impl Checkpoints {
             None => Arc::new(self.create(disk, block_bytes).await?),
         };
         let made = changes.checkpoint_with(disk, name, meanwhile).await;
-        *slot = Some(changes);
+        // A file without a checkpoint is of no use. While it is there, its bits are set.
+        let is_left = is_new && made.is_err() && changes.names().await.0.is_empty() && changes.leave().await.is_ok();
+        match is_left {
+            true => disk.replace(Place::ChangeTracking, None).await?,
+            false => *slot = Some(changes),
+        }
         self.show(slot.as_ref()).await;
         made
     }

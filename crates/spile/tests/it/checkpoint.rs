@@ -391,6 +391,33 @@ fn a_disk_whose_changes_cannot_be_noted_goes_on() {
 }
 
 #[test]
+fn a_first_checkpoint_for_which_there_is_no_space_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "f.raw", "--size", "64M"]);
+    let mut command = faulty_sync(dir);
+    command.args(["serve", "f.raw", "--nbd", "unix:n", "--control", "c"]).current_dir(dir);
+    let served = Served::spawn(&mut command, dir.join("n")).unwrap();
+    let client = served_client(&served);
+    client.write(0, &[1; 4096], true).unwrap();
+    // Of the file's first header, and of its bits; one of the disk itself comes next, and then the checkpoint is noted.
+    for syncs in [0, 1, 2, 4, 5] {
+        fs::write(dir.join("full-sync"), syncs.to_string()).unwrap();
+        let said = fails(dir, 1, &["checkpoint", "c", "a"]);
+        assert!(!dir.join("full-sync").exists() && said.contains("No space left"), "{syncs}: {said}");
+        assert!(!dir.join(".f.raw.spile-changes").exists(), "{syncs}");
+        assert_eq!(json(dir, &["checkpoint", "c", "--list"])["checkpoints"].as_array().unwrap().len(), 0);
+        client.write(syncs * BLOCK, &[2; 4096], true).unwrap();
+    }
+    ok(dir, &["checkpoint", "c", "a"]);
+    client.write(20 * BLOCK, &[7; 4096], true).unwrap();
+    assert_eq!(blocks(&changed(dir, "c", "a")), [20]);
+    drop(client);
+    assert!(served.terminate().success());
+    assert_eq!(blocks(&changed(dir, "f.raw", "a")), [20]);
+}
+
+#[test]
 fn a_disk_opens_when_the_storage_of_its_changes_is_full() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
