@@ -70,10 +70,10 @@ impl Marks for Noted<'_> {
 
     fn carry<'a>(&'a self, half: &'a Path, to: &'a Path, since: Option<&'a str>) -> Later<'a, bool> {
         Box::pin(async move {
-            let carrying = self.checkpoints.carry(self.node, half, to, since).await?;
+            let (carrying, carried) = self.checkpoints.carry(self.node, half, to, since).await;
             let has_some = carrying.has_some();
             self.carrying.replace(Some(carrying));
-            Ok(has_some)
+            carried.map(|()| has_some)
         })
     }
 
