@@ -24,6 +24,7 @@ use utoipa::ToSchema;
 use super::control::path_of;
 use super::create::{Child, check_new_name};
 use super::revert::is_same_file;
+use super::options::Preallocate;
 use super::{Exit, ParentArgs, existing, on_engine, parse_format, print_json, printable, say};
 use crate::disks;
 use crate::units::format_us;
@@ -275,6 +276,7 @@ pub fn clone(args: &CloneArgs) -> Result<Exit> {
         parent: parent.clone(),
         options: args.parents.read_only(given),
     };
+        takes: Preallocate::Off,
     on_engine(move || async move { child.create().await }).map_err(|error| match &snapshot {
         Some(made) => {
             let (what, hint) =
