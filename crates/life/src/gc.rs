@@ -135,7 +135,10 @@ async fn named_files<F: Files>(asking: &F, path: &Path, format: Format) -> Resul
 }
 
 /// The file that the image at `path` says holds its data, if that is there.
-pub(crate) async fn named_data_file<F: Files>(asking: &F, path: &Path, format: Format) -> Result<Option<PathBuf>> {
+///
+/// # Errors
+/// The storage's.
+pub async fn named_data_file<F: Files>(asking: &F, path: &Path, format: Format) -> Result<Option<PathBuf>> {
     let store = asking.open(&path.into(), OpenMode::ReadOnly).await?;
     let Some(name) = format.named_data_file(&store).await? else { return Ok(None) };
     Ok(asking.canonical(&path.parent().unwrap_or(Path::new("/")).join(name)).await.ok())

@@ -53,6 +53,10 @@ impl Marks for Noted<'_> {
         Box::pin(async move { Ok(self.checkpoints.hidden().await) })
     }
 
+    fn are_seen(&self) -> bool {
+        !self.checkpoints.names().is_empty()
+    }
+
     fn changed<'a>(&'a self, name: &'a str, within: Range<u64>) -> Later<'a, Option<Vec<Extent>>> {
         Box::pin(async move {
             let changed = self.checkpoints.changed(self.node, name, None, within).await;

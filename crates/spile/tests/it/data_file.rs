@@ -6,7 +6,7 @@ use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
 use std::process::Command;
 
-use crate::common::host::names;
+use crate::common::host::{names, serve};
 use crate::common::mount::Mount;
 use crate::common::{fails, faulty_sync, json, ok};
 use nix::sys::signal::Signal;
@@ -203,4 +203,24 @@ fn space_that_is_not_there_leaves_no_disk_and_an_empty_data_file_empty() {
     fs::write(dir.join("empty.raw"), [0]).unwrap();
     let said = fails(dir, 1, &["create", "a.qcow2", "--data-file", "empty.raw", "--size", "1M"]);
     assert!(said.contains("remove it, also where a spile create that was killed"), "{said}");
+}
+
+#[test]
+fn a_clone_that_may_not_follow_to_a_data_file_makes_no_snapshot_first() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    make(dir, "a.qcow2", &["--size", "16M"]);
+    let served = serve(dir, &["a.qcow2,name=data-served", ALLOW]);
+    let before = names(dir);
+    let said = fails(dir, 1, &["clone", "data-served", "x.qcow2"]);
+    assert!(said.contains("/a.raw") && said.contains(ALLOW), "{said}");
+    assert_eq!(names(dir), before);
+    ok(dir, &["clone", "data-served", "x.qcow2", ALLOW]);
+    fs::remove_file(dir.join("x.qcow2")).unwrap();
+    // As if the clone had been killed behind its snapshot. What is said then works.
+    let said = fails(dir, 1, &["clone", "data-served", "x.qcow2", ALLOW]);
+    let there = dir.join("data-served-before-x.qcow2").display().to_string();
+    assert!(said.contains(&format!("`spile clone {there} x.qcow2 {ALLOW}`")), "{said}");
+    ok(dir, &["clone", &there, "x.qcow2", ALLOW]);
+    assert!(served.terminate().success());
 }
