@@ -135,7 +135,10 @@ async fn named_files<F: Files>(asking: &F, path: &Path, format: Format) -> Resul
 }
 
 /// The file that the image at `path` says holds its data, if that is there.
-pub(crate) async fn named_data_file<F: Files>(asking: &F, path: &Path, format: Format) -> Result<Option<PathBuf>> {
+///
+/// # Errors
+/// The storage's.
+pub async fn named_data_file<F: Files>(asking: &F, path: &Path, format: Format) -> Result<Option<PathBuf>> {
     let store = asking.open(&path.into(), OpenMode::ReadOnly).await?;
     let Some(name) = format.named_data_file(&store).await? else { return Ok(None) };
     Ok(asking.canonical(&path.parent().unwrap_or(Path::new("/")).join(name)).await.ok())
@@ -313,6 +316,8 @@ pub enum Kind {
     HalfMade,
     /// The note of an image that is gone, or of a set that it was of.
     StaleNote,
+    /// One more name of an image, which a merge has given it and that was broken off ([`names::taking`]).
+    SecondName,
 }
 
 /// One thing that nobody needs, or that is not finished.
@@ -357,6 +362,10 @@ pub async fn look<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf]) -> Vec<Foun
             if !paths.contains(&disk) {
                 found.push(Found::of(Kind::StaleNote, path, Some(disk), None));
             }
+        } else if *path == names::taking(&disk) {
+            let why = needed_because(tools, paths, path, &disk).await;
+            let image = why.is_none().then_some(disk);
+            found.push(Found::of(Kind::SecondName, path, image, why));
         } else if let Some(kind) = kind_of(path, &disk) {
             let is_there = tools.asking.canonical(&disk).await.is_ok();
             let why = match is_there {
@@ -391,13 +400,51 @@ async fn deleted<F: Files>(tools: &Tools<'_, F>, family: &Family, note: &Path, i
     }
 }
 
-/// Removes the notes of `image` when they say nothing. `paths` are the files of its folder.
+/// Why the name `taking`, which is to become `image`'s, has to stay, if that is so. Nothing is lost with it when its file has another name. `paths` are the files of the folder.
+async fn needed_because<F: Files>(
+    tools: &Tools<'_, F>,
+    paths: &[PathBuf],
+    taking: &Path,
+    image: &Path,
+) -> Option<String> {
+    let shown = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    for path in paths {
+        let Some(disk) = names::disk_of(path).filter(|disk| *path == names::job(disk)) else { continue };
+        match Note::look(tools.asking, &disk).await {
+            Ok(Some(Note { plan: Plan::Coalesce(merged), .. })) if merged.path == image => {
+                return Some(format!("the merge of {} that gives its file this name was begun", shown(&disk)));
+            }
+            Ok(_) => {}
+            Err(error) => return Some(format!("the note of a job of {} cannot be read: {error}", shown(&disk))),
+        }
+    }
+    let has_other = async || -> Result<bool> {
+        let store = tools.asking.open(&taking.into(), OpenMode::ReadOnly).await?;
+        for path in paths.iter().filter(|path| *path != taking) {
+            if tools.asking.is_at(&store, path).await? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    };
+    match has_other().await {
+        Ok(true) => None,
+        Ok(false) => Some("its file has no other name in this folder: look what it is, and rename it".to_owned()),
+        Err(error) => Some(error.to_string()),
+    }
+}
+
+/// Removes the notes of `image` when they say nothing, and a name that a merge has left of it. `paths` are the files of its folder.
 ///
 /// # Errors
 /// The storage's.
 pub async fn tidy<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf], image: &Path) -> Result<()> {
     if !paths.iter().any(|path| path == image) {
         remove_if_there(tools.files, &names::set(image)).await?;
+    }
+    let taking = names::taking(image);
+    if paths.contains(&taking) && needed_because(tools, paths, &taking, image).await.is_none() {
+        remove_if_there(tools.files, &taking).await?;
     }
     match tools.asking.canonical(&names::gone(image)).await {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),

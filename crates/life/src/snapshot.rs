@@ -193,16 +193,26 @@ pub async fn prepare<F: Files>(
     }
 }
 
+/// Refuses the disk `graph` when it lies on a block device: the file of a snapshot would lie beside it.
+///
+/// # Errors
+/// `Unsupported`.
+pub fn refuse_device<S: Store>(graph: &Graph<S>) -> Result<()> {
+    let leaf = &graph.handles()[0];
+    if leaf.image().store().info().grows_zeroed {
+        return Ok(());
+    }
+    let error = Error::new(ErrorKind::Unsupported, "a disk on a block device has no room beside it for a snapshot");
+    Err(error.at_path(leaf.path()).hint("copy it to a VHD or qcow2 file: spile convert"))
+}
+
 /// Looks whether the disk is where its path says, and the snapshot's name is free.
 async fn check_disk<F: Files>(files: &F, graph: &Graph<F::Store>, plan: &Plan) -> Result<()> {
     let store = graph.handles()[0].image().store();
     if graph.info().read_only {
         return Err(Error::new(ErrorKind::ReadOnly, "the disk is open for reading only").at_path(&plan.disk));
     }
-    if !store.info().grows_zeroed {
-        let error = Error::new(ErrorKind::Unsupported, "a disk on a block device has no room beside it for a snapshot");
-        return Err(error.at_path(&plan.disk).hint("copy it to a VHD or qcow2 file: spile convert"));
-    }
+    refuse_device(graph)?;
     if !files.is_at(store, &plan.disk).await? {
         let error = Error::new(ErrorKind::NotFound, "the disk's file is not at its path any more");
         return Err(error.at_path(&plan.disk).hint("give it its name back"));

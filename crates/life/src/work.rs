@@ -78,6 +78,11 @@ pub trait Marks {
         Box::pin(async { Ok(Vec::new()) })
     }
 
+    /// True when the disk has checkpoints that its user has made.
+    fn are_seen(&self) -> bool {
+        true
+    }
+
     /// What has changed since [`Marks::begin`] in the part `within` of the disk, or may have. `None` when that is not known, or was never begun.
     ///
     /// # Errors

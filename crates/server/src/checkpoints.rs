@@ -247,16 +247,21 @@ impl Checkpoints {
         let mut slot = self.changes.lock().await;
         // After a loss that is told to everybody, a new file begins anew.
         let is_usable = |changes: &&Arc<_>| !Changes::loss(changes).is_some_and(|loss: &Loss| loss.is_removed);
-        let changes = match slot.as_ref().filter(is_usable) {
+        let (changes, is_new) = match slot.as_ref().filter(is_usable) {
             Some(changes) => {
                 refuse_elsewhere(changes, disk).await?;
                 check_grain(changes.names().await.1, block_bytes)?;
-                changes.clone()
+                (changes.clone(), false)
             }
-            None => Arc::new(self.create(disk, block_bytes).await?),
+            None => (Arc::new(self.create(disk, block_bytes).await?), true),
         };
         let made = changes.checkpoint_with(disk, name, meanwhile).await;
-        *slot = Some(changes);
+        // A file without a checkpoint is of no use. While it is there, its bits are set.
+        let is_left = is_new && made.is_err() && changes.names().await.0.is_empty() && changes.leave().await.is_ok();
+        match is_left {
+            true => disk.replace(Place::ChangeTracking, None).await?,
+            false => *slot = Some(changes),
+        }
         self.show(slot.as_ref()).await;
         made
     }
@@ -330,22 +335,43 @@ impl Checkpoints {
     /// The disk is to be the image at `half` soon, under the name `to`: from now on its checkpoints are beside that, too, and one more, `since`, unless
     /// there is none to take along ([`Carrying::has_some`]). What is returned is to be given to [`Checkpoints::carried`]; until then nobody makes or removes checkpoints.
     ///
+    /// With an error, there is none to take along: they stay behind when the disk goes.
+    ///
     /// # Errors
     /// As [`Changes::carry`].
-    pub async fn carry<'c>(&'c self, disk: &Disk, half: &Path, to: &Path, since: Option<&str>) -> Result<Carrying<'c>> {
+    pub async fn carry<'c>(
+        &'c self,
+        disk: &Disk,
+        half: &Path,
+        to: &Path,
+        since: Option<&str>,
+    ) -> (Carrying<'c>, Result<()>) {
         let slot = self.changes.lock().await;
         let known = slot.as_ref().filter(|changes| changes.loss().is_none()).cloned();
-        let Some(changes) = known else { return Ok(Carrying { slot, new: None, since: None }) };
+        let nothing = Carrying { slot, new: None, since: None };
+        let Some(changes) = known else { return (nothing, Ok(())) };
         if since.is_none() && changes.names().await.0.iter().all(|name| is_hidden(name)) {
-            return Ok(Carrying { slot, new: None, since: None });
+            return (nothing, Ok(()));
         }
+        match self.carry_to(&changes, disk, (half, to), since).await {
+            Ok(new) => (Carrying { new: Some(new), since: since.map(str::to_owned), ..nothing }, Ok(())),
+            Err(error) => (nothing, Err(error)),
+        }
+    }
+
+    async fn carry_to(
+        &self,
+        changes: &Changes<OsFiles>,
+        disk: &Disk,
+        (half, to): (&Path, &Path),
+        since: Option<&str>,
+    ) -> Result<Changes<OsFiles>> {
         let side = names::changes(to);
         let found = look::at(half, &side).await;
         let new = changes.carry(self.around(), disk, (to, found), since).await?;
-        let carrying = Carrying { slot, new: Some(new), since: since.map(str::to_owned) };
         match self.files.copy_access(changes.store().path(), &side).await {
-            Ok(()) => Ok(carrying),
-            Err(error) => self.carried(disk, carrying, false).await.and(Err(error)),
+            Ok(()) => Ok(new),
+            Err(error) => changes.left_behind(disk, new).await.and(Err(error)),
         }
     }
 

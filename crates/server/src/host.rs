@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use spile_core::{Env, Result};
 use spile_engine::OsEnv;
+use spile_image::Format;
 use spile_life::base;
 use spile_life::gc::{self, Tools};
 use spile_store::{CacheMode, HostFiles, OsFiles};
@@ -54,6 +55,16 @@ impl Host {
             true => base::refuse_unfit(&self.tools(), path, &self.beside(path).await?).await,
             false => Ok(()),
         }
+    }
+
+    /// The first of `images` that keeps its data in another file, and that file. One that cannot be asked is passed over.
+    pub async fn data_file_of(&self, images: &[(PathBuf, Format)]) -> Option<(PathBuf, PathBuf)> {
+        for (image, format) in images {
+            if let Ok(Some(data)) = gc::named_data_file(&self.asking, image, *format).await {
+                return Some((image.clone(), data));
+            }
+        }
+        None
     }
 
     /// Removes the note of `image` when it says nothing.

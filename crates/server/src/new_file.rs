@@ -63,13 +63,21 @@ impl HalfMade {
     /// # Errors
     /// `Exists`; the system's.
     pub fn publish(self, dst: &Path) -> Result<()> {
+        self.name(dst)?;
+        OsFiles::default().sync_name(dst)
+    }
+
+    /// As [`HalfMade::publish`], of a file whose name needs not be durable yet.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn name(self, dst: &Path) -> Result<()> {
         let failed = |e: std::io::Error| match e.kind() {
             IoKind::AlreadyExists => exists(dst),
             _ => Error::io("cannot give the disk its name", e).at_path(dst),
         };
         let Some(temporary) = &self.temporary else {
-            linkat(CWD, self.path(), CWD, dst, AtFlags::SYMLINK_FOLLOW).map_err(|e| failed(e.into()))?;
-            return OsFiles::default().sync_name(dst);
+            return linkat(CWD, self.path(), CWD, dst, AtFlags::SYMLINK_FOLLOW).map_err(|e| failed(e.into()));
         };
         match renameat_with(CWD, temporary, CWD, dst, RenameFlags::NOREPLACE) {
             // Not every file system can rename without replacing. A hard link does not replace either.
@@ -78,7 +86,7 @@ impl HalfMade {
             }
             renamed => renamed.map_err(|e| failed(e.into()))?,
         }
-        OsFiles::default().sync_name(dst)
+        Ok(())
     }
 
     /// As [`HalfMade::publish`], in the place of the file that has that name.

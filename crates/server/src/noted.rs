@@ -53,6 +53,10 @@ impl Marks for Noted<'_> {
         Box::pin(async move { Ok(self.checkpoints.hidden().await) })
     }
 
+    fn are_seen(&self) -> bool {
+        !self.checkpoints.names().is_empty()
+    }
+
     fn changed<'a>(&'a self, name: &'a str, within: Range<u64>) -> Later<'a, Option<Vec<Extent>>> {
         Box::pin(async move {
             let changed = self.checkpoints.changed(self.node, name, None, within).await;
@@ -70,10 +74,10 @@ impl Marks for Noted<'_> {
 
     fn carry<'a>(&'a self, half: &'a Path, to: &'a Path, since: Option<&'a str>) -> Later<'a, bool> {
         Box::pin(async move {
-            let carrying = self.checkpoints.carry(self.node, half, to, since).await?;
+            let (carrying, carried) = self.checkpoints.carry(self.node, half, to, since).await;
             let has_some = carrying.has_some();
             self.carrying.replace(Some(carrying));
-            Ok(has_some)
+            carried.map(|()| has_some)
         })
     }
 

@@ -267,7 +267,7 @@ impl<F: Files + Clone> Changes<F> {
     /// Makes the file of a disk that has none, and whose image is as `found`. It has no checkpoint yet.
     ///
     /// # Errors
-    /// `Unsupported` when its name would be too long; the system's.
+    /// `Unsupported` when its name would be too long; the system's. Nothing is left then.
     pub async fn create(
         around: Surroundings<F>,
         disk: &Path,
@@ -288,8 +288,12 @@ impl<F: Files + Clone> Changes<F> {
         let changes = Self { around, path, store, state, giving, is_read_only: false };
         let mut state = changes.state.lock().await;
         let header = state.header.clone();
-        changes.write(&mut state, header).await?;
+        let written = changes.write(&mut state, header).await;
         drop(state);
+        if let Err(error) = written {
+            let _ = changes.leave().await;
+            return Err(error);
+        }
         Ok(changes)
     }
 
@@ -416,8 +420,13 @@ impl<F: Files + Clone> Changes<F> {
             return Err(error.hint("its checkpoints stay as they are"));
         }
         let what = "the file of changed blocks could not be written before";
-        let error = || Error::new(ErrorKind::Io, what).at_path(&self.path).hint("serve the disk anew");
-        if state.is_stuck || self.giving.loss().is_some() { Err(error()) } else { Ok(()) }
+        let error = || Error::new(ErrorKind::Io, what).at_path(&self.path);
+        match self.giving.loss() {
+            Some(loss) if loss.is_removed => Err(error().caused_by(loss.why.clone()).hint("make a new checkpoint")),
+            Some(loss) => Err(error().caused_by(loss.why.clone()).hint("serve the disk anew")),
+            None if state.is_stuck => Err(error().hint("serve the disk anew")),
+            None => Ok(()),
+        }
     }
 
     /// Has requests to `node` set the bits of the last interval, if there is one. It is to be called before the first request that changes

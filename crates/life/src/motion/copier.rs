@@ -149,9 +149,11 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
         }
     }
 
-    /// The disk's checkpoints do not go along, because of `error`.
+    /// The disk's checkpoints do not go along, because of `error`. Where it has none, there is nothing to tell.
     pub fn leave_checkpoints(&self, error: Error) -> bool {
-        self.not_carried.set(Some(error.hint("the disk's checkpoints did not go along: make new ones")));
+        let has_some = self.work.marks.is_some_and(|marks| marks.are_seen());
+        let told = error.hint("the disk's checkpoints did not go along: make new ones");
+        self.not_carried.set(has_some.then_some(told));
         false
     }
 

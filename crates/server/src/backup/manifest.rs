@@ -2,9 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::fs::File;
 use std::io::{Read, Write};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 use spile_life::backup::{Digests, PIECE_BYTES, digest_of};
@@ -236,24 +240,72 @@ impl Manifest {
     /// # Errors
     /// The system's.
     pub fn write(&self, path: &Path) -> Result<()> {
-        let mut name = OsString::from(".");
-        name.push(path.file_name().unwrap_or_default());
-        name.push(".part");
-        let part = folder_of(path).join(name);
+        let part = part_of(path);
+        let file = File::create(&part).map_err(unwritten).at_path(path)?;
+        self.put(&file, &part, path)
+    }
+
+    /// As [`Manifest::write`], and then has `name` give the backup its name. A process that is killed in between leaves a manifest alone, whose place the next backup takes. When
+    /// `name` fails, what was at `path` is there again. Nobody else puts a manifest there meanwhile: the one that is there in the end is that of the backup.
+    ///
+    /// # Errors
+    /// `Exists` while another backup is getting its name; those of `name`; the system's.
+    pub fn write_before(&self, path: &Path, name: impl FnOnce() -> Result<()>) -> Result<()> {
+        let (part, before) = (part_of(path), std::fs::read(path).ok());
+        // The lock goes along with the file when that gets its name.
+        let file = File::options().write(true).create(true).truncate(false).open(&part);
+        let file = file.map_err(unwritten).at_path(path)?;
+        if is_locked(&file) || !is_at(&file, &part) || File::open(path).is_ok_and(|other| is_locked(&other)) {
+            let error = Error::new(ErrorKind::Exists, "another backup is just getting this name").at_path(path);
+            return Err(error.hint("choose another name"));
+        }
+        file.set_len(0).map_err(unwritten).at_path(path)?;
+        self.put(&file, &part, path)?;
+        name().inspect_err(|_| {
+            let _ = match &before {
+                Some(text) => std::fs::write(&part, text).and_then(|()| std::fs::rename(&part, path)),
+                None => std::fs::remove_file(path),
+            };
+        })
+    }
+
+    fn put(&self, mut file: &File, part: &Path, path: &Path) -> Result<()> {
         let text = Self { checksum: Some(self.sum()?), ..self.clone() }.text()?;
-        let write = || {
-            let mut file = std::fs::File::create(&part)?;
+        let mut write = || {
             file.write_all(&text)?;
             file.sync_all()?;
-            std::fs::rename(&part, path)
+            std::fs::rename(part, path)
         };
         let written = write();
         if written.is_err() {
-            let _ = std::fs::remove_file(&part);
+            let _ = std::fs::remove_file(part);
         }
-        written.map_err(|error| Error::io("cannot write the backup's manifest", error)).at_path(path)?;
+        written.map_err(unwritten).at_path(path)?;
         OsFiles::default().sync_name(path)
     }
+}
+
+/// What is to take the place of the manifest at `path`, while it is written.
+fn part_of(path: &Path) -> PathBuf {
+    let mut name = OsString::from(".");
+    name.push(path.file_name().unwrap_or_default());
+    name.push(".part");
+    folder_of(path).join(name)
+}
+
+fn unwritten(error: std::io::Error) -> Error {
+    Error::io("cannot write the backup's manifest", error)
+}
+
+/// Locks the file as long as it is open. True when somebody else has done that. Where files cannot be locked, nobody has.
+fn is_locked(file: &File) -> bool {
+    flock(file, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK)
+}
+
+/// True when the file has this name still.
+fn is_at(file: &File, path: &Path) -> bool {
+    let of = |stat: std::io::Result<std::fs::Metadata>| stat.ok().map(|stat| (stat.dev(), stat.ino()));
+    of(file.metadata()) == of(path.metadata())
 }
 
 #[cfg(test)]
@@ -313,5 +365,30 @@ mod tests {
         Manifest::new("/vm/a.vhd".to_owned(), 1 << 30, 5).under_way().write(&path).unwrap();
         Manifest::refuse_other(&path).unwrap();
         assert_eq!(Manifest::refuse_other(folder.path()).unwrap_err().kind(), ErrorKind::Exists);
+    }
+
+    #[test]
+    fn a_manifest_comes_before_the_name_of_its_backup_and_goes_when_that_is_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.json");
+        let of = |bytes| Manifest::new("/vm/a.vhd".to_owned(), bytes, 5);
+        let taken = || Err(Error::new(ErrorKind::Exists, "taken"));
+        let fails =
+            |of: &Manifest, name: &mut dyn FnMut() -> Result<()>| of.write_before(&path, name).unwrap_err().kind();
+        assert_eq!(fails(&of(1 << 20), &mut || taken()), ErrorKind::Exists);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        of(1 << 20).write(&path).unwrap();
+        // Another backup that gets its name at the same time has what it has put there.
+        let mut name = || {
+            assert_eq!(Manifest::read_whole(&path).unwrap(), of(2 << 20));
+            let never = || unreachable!("the name is given to another one");
+            assert_eq!(of(3 << 20).write_before(&path, never).unwrap_err().kind(), ErrorKind::Exists);
+            assert_eq!(Manifest::read_whole(&path).unwrap(), of(2 << 20));
+            taken()
+        };
+        assert_eq!(fails(&of(2 << 20), &mut name), ErrorKind::Exists);
+        assert_eq!(Manifest::read_whole(&path).unwrap(), of(1 << 20), "that of before is there again");
+        of(2 << 20).write_before(&path, || Ok(())).unwrap();
+        assert_eq!(Manifest::read_whole(&path).unwrap(), of(2 << 20));
     }
 }

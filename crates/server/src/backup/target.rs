@@ -355,12 +355,21 @@ impl Target {
             if !is_wanted() {
                 return Err(super::ended());
             }
-            // The name first: when another backup has got it, that one's manifest stays. A backup without a manifest is refused.
-            half.map_or(Ok(()), |(half, path)| match &older {
-                Some(_) => half.replace(&path),
-                None => half.publish(&path).map_err(|error| taken(&path, error)),
-            })?;
-            at.map_or(Ok(()), |at| manifest.with_digests(&digests).with_parent(parent).write(&at))
+            let manifest = manifest.with_digests(&digests).with_parent(parent);
+            match (half, at) {
+                (None, at) => at.map_or(Ok(()), |at| manifest.write(&at)),
+                // A process that is killed in between leaves the manifest of the older one, which does not fit. The same command makes both anew.
+                (Some((half, path)), at) if older.is_some() => {
+                    half.replace(&path)?;
+                    at.map_or(Ok(()), |at| manifest.write(&at))
+                }
+                // The manifest first: a file would be in the way of the same command.
+                (Some((half, path)), Some(at)) => {
+                    manifest.write_before(&at, || half.name(&path)).map_err(|error| taken(&path, error))?;
+                    OsFiles::default().sync_name(&path)
+                }
+                (Some((half, path)), None) => half.publish(&path).map_err(|error| taken(&path, error)),
+            }
         };
         run_blocking(&label, put).await
     }

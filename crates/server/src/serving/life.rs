@@ -140,6 +140,7 @@ impl Server {
         }
         let graph =
             open.disk.graph_now().ok_or_else(|| Error::new(ErrorKind::Busy, "the disk's graph is exchanged"))?;
+        snapshot::refuse_device(&graph)?;
         let layers = graph.layers();
         if let Some(failed) = super::failed_syncs::find(&graph) {
             let error = Error::new(ErrorKind::Denied, format!("{failed}: a snapshot could hold what was lost"));

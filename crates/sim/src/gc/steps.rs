@@ -285,7 +285,7 @@ impl Host {
                 self.count(|summary| summary.waited += 1);
                 continue;
             };
-            if found.kind == Kind::StaleNote {
+            if matches!(found.kind, Kind::StaleNote | Kind::SecondName) {
                 match tidy(&tools, &self.list(), &disk).await {
                     Ok(()) => self.count(|summary| summary.stale += 1),
                     Err(error) => self.accept("the removal of a note", &error),

@@ -84,6 +84,9 @@ pub struct DetachArgs {
     /// again. NBD clients of the server's other disks may be cut off with them, and connect again
     #[arg(long)]
     force: bool,
+    /// Print one JSON object: the server's other disks, and the jobs that were ended
+    #[arg(long)]
+    json: bool,
 }
 
 /// Make a disk longer, while it is served or while nobody uses it
@@ -374,6 +377,9 @@ pub fn detach(args: &DetachArgs) -> Result<Exit> {
     let (socket, name) = args.which.find()?;
     let force = if args.force { "?force" } else { "" };
     let left: Detached = typed(call(&socket, "DELETE", &format!("{}{force}", path_of(&name)), None, CHANGE_PATIENCE)?)?;
+    if args.json {
+        return print_json(&left).map(|()| Exit::Ok);
+    }
     for Job { id, kind, .. } in &left.ended_jobs {
         let after = match kind.as_str() {
             "backup" => "begin it anew when the disk is served again",

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use serde::Serialize;
 use spile_core::{Error, ErrorKind, Files as _, Locator, OpenMode, Result, ResultExt};
-use spile_engine::OsEnv;
+use spile_engine::{OsEnv, run_blocking};
 use spile_image::create::NewImage;
 use spile_image::{Format, OpenOptions};
 use spile_server::host::Host;
@@ -107,18 +107,19 @@ pub fn run(args: &CreateArgs) -> Result<Exit> {
         Some(parent) => {
             let (parent, options) = (parent.clone(), args.parents.read_only(args.parent_format));
             let data_file = data_file.clone();
-            let child = Child { path, format, size_bytes: args.size, like: new, data_file, parent, options };
+            let child = Child { path, format, size_bytes: args.size, like: new, data_file, takes, parent, options };
             on_engine(move || async move { child.create().await })?
         }
         None if args.size.is_some() => {
             let size_bytes = new.size_bytes;
             let data_file = data_file.clone();
-            on_engine(move || async move { create_with(&path, format, &new, data_file.as_ref(), no_lock).await })?;
+            on_engine(
+                move || async move { create_with(&path, format, &new, data_file.as_ref(), takes, no_lock).await },
+            )?;
             size_bytes
         }
         None => return Err(Error::new(ErrorKind::InvalidInput, "--size is missing")),
     };
-    take_space(&args.disk, data_file.as_ref(), size_bytes, takes)?;
     let used_bytes = disks::used_bytes(&args.disk);
     if args.json {
         let (path, format) = (args.disk.clone(), format.to_string());
@@ -157,20 +158,12 @@ impl DataFile {
     }
 }
 
-/// Creates the file; it and its name are durable then. Its name is the last that it gets: a process that is killed leaves the whole image or none.
+/// Makes the image that [`publish`] gives the name `path`. All of it is durable then. Its name is the last that it gets: a process that is killed leaves the whole
+/// image or none.
 ///
 /// # Errors
 /// `Exists` when there is something at the path; `InvalidInput` for what the format does not have; `Unsupported` or
 /// `Denied` where the file cannot be locked, unless `no_lock` says so; the system's.
-pub async fn create(path: &Path, format: Format, new: &NewImage, no_lock: bool) -> Result<()> {
-    let half = make(path, format, new, no_lock).await?;
-    publish(half, path)
-}
-
-/// Makes the image that [`publish`] gives the name `path`. All of it is durable then.
-///
-/// # Errors
-/// As [`create`].
 pub async fn make(path: &Path, format: Format, new: &NewImage, no_lock: bool) -> Result<HalfMade> {
     check_new_name(path)?;
     format.check_new(new)?;
@@ -230,26 +223,24 @@ fn check_takes(args: &CreateArgs, format: Format, takes: Preallocate) -> Result<
     }
 }
 
-/// Takes the space of a new disk; one that does not fit is removed.
-fn take_space(image: &Path, data_file: Option<&DataFile>, size_bytes: u64, takes: Preallocate) -> Result<()> {
-    let path = data_file.map_or(image, |file| &file.path);
-    let taken = match takes {
-        Preallocate::Off | Preallocate::Metadata => return Ok(()),
-        Preallocate::Falloc | Preallocate::Full => {
-            let file =
-                File::options().read(true).write(true).open(path).map_err(|e| Error::io("open", e)).at_path(path);
-            file.and_then(|file| {
-                space::preallocate(&file, path, size_bytes)?;
-                if takes == Preallocate::Full { space::fill_holes(&file, path) } else { Ok(()) }
-            })
+/// Takes the space of a new disk whose data are to be in `file`, durably. `path` is the name that this is to have.
+///
+/// # Errors
+/// `NoSpace`; the system's.
+pub async fn take_space(file: &File, path: &Path, size_bytes: u64, takes: Preallocate) -> Result<()> {
+    if matches!(takes, Preallocate::Off | Preallocate::Metadata) {
+        return Ok(());
+    }
+    let file = file.try_clone().map_err(|e| Error::io("cannot be opened", e)).at_path(path)?;
+    let label = path.to_owned();
+    let take = move || {
+        space::preallocate(&file, &label, size_bytes)?;
+        match takes {
+            Preallocate::Full => space::fill_holes(&file, &label),
+            _ => file.sync_all().map_err(|e| Error::io("cannot take the disk's space", e)).at_path(&label),
         }
     };
-    taken.inspect_err(|_| {
-        let _ = std::fs::remove_file(image);
-        if let Some(file) = data_file {
-            file.take_back();
-        }
-    })
+    run_blocking(path, take).await
 }
 
 /// A child that is to be made.
@@ -264,6 +255,8 @@ pub struct Child {
     pub like: NewImage,
     /// The file that is to hold its data, if that is another one.
     pub data_file: Option<DataFile>,
+    /// The space that is taken at once.
+    pub takes: Preallocate,
     /// The parent.
     pub parent: PathBuf,
     /// How the parent is opened.
@@ -286,7 +279,7 @@ impl Child {
         let parent = Some(new_parent(&self.path, &layers[0])?);
         note_child(&layers[0], &real(folder_of(&self.path))?.join(self.path.file_name().unwrap_or_default()))?;
         let new = NewImage { size_bytes, parent, ..self.like.clone() };
-        create_with(&self.path, self.format, &new, self.data_file.as_ref(), self.options.no_lock).await?;
+        create_with(&self.path, self.format, &new, self.data_file.as_ref(), self.takes, self.options.no_lock).await?;
         drop(base);
         Ok(size_bytes)
     }

@@ -1,16 +1,19 @@
 //! The other file that a new image keeps its data in.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use spile_core::{Error, ErrorKind, Files as _, Locator, OpenMode, Result, ResultExt as _, Store as _};
 use spile_image::Format;
 use spile_image::create::{NewDataFile, NewImage};
 use spile_life::names;
-use spile_server::new_file::folder_of;
+use spile_server::new_file::{HalfMade, folder_of};
 use spile_server::parents::{check_place, real};
-use spile_store::{CacheMode, HostFiles, OsFiles};
+use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 
-use super::create::{create, make, publish};
+use super::create::{make, publish, take_space};
+use super::options::Preallocate;
+use super::space;
 
 /// A file that is to hold the data of a new image.
 #[derive(Clone, Debug)]
@@ -40,7 +43,8 @@ impl DataFile {
         if stat.is_ok_and(|stat| !stat.is_file() || stat.len() > 0) {
             let what = "there is something of this name already, and a new disk shows nothing of it";
             let error = Error::new(ErrorKind::Exists, what).at_path(path);
-            return Err(error.hint("remove it, or choose another name; an empty file is taken"));
+            let left = "remove it, also where a spile create that was killed in its last moment has left it; or choose another name";
+            return Err(error.hint(format!("{left}; an empty file is taken")));
         }
         let (folder, home) = (real(folder_of(image))?, real(folder_of(path))?);
         let whole = home.join(path.file_name().unwrap_or_default());
@@ -63,47 +67,95 @@ impl DataFile {
         Ok(Self { path: whole, named: NewDataFile { path, is_raw }, is_there })
     }
 
-    /// Has the file be there, with `size_bytes` of zeroes, durably.
-    async fn make(&self, size_bytes: u64, no_lock: bool) -> Result<()> {
-        let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(no_lock));
-        if !self.is_there {
-            return files.create(&self.path, size_bytes).await.map(drop);
+    /// Makes the file, with `size_bytes` of zeroes and the space that is to be taken at once. A process that is killed meanwhile leaves what was there before.
+    ///
+    /// # Errors
+    /// `Exists` where somebody has just written to the empty file that was there; `NoSpace`; the system's. All is as before then.
+    async fn make(&self, size_bytes: u64, takes: Preallocate, no_lock: bool) -> Result<Made> {
+        if self.is_there {
+            return self.prepare(size_bytes, takes, no_lock).await;
         }
-        let store = files.open(&Locator::from(&self.path), OpenMode::ReadWrite).await?;
-        if store.len_bytes() > 0 {
+        let half = HalfMade::begin(&self.path)?;
+        let failed = |error| Error::io("cannot be made", error);
+        half.file().set_len(size_bytes).map_err(failed).at_path(&self.path)?;
+        take_space(half.file(), &self.path, size_bytes, takes).await?;
+        half.file().sync_all().map_err(failed).at_path(&self.path)?;
+        Ok(Made::New(half))
+    }
+
+    async fn prepare(&self, size_bytes: u64, takes: Preallocate, no_lock: bool) -> Result<Made> {
+        let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(no_lock));
+        let locked = files.open(&Locator::from(&self.path), OpenMode::ReadWrite).await?;
+        if locked.len_bytes() > 0 {
             let what = "somebody has just written to it";
             return Err(Error::new(ErrorKind::Exists, what).at_path(&self.path).hint("choose another name"));
         }
-        let made = async {
-            store.set_len(size_bytes).await?;
-            store.sync().await?;
-            files.sync_names(&self.path).await
-        };
-        made.await.at_path(&self.path)
+        let file = File::options().read(true).write(true).open(&self.path);
+        let file = file.map_err(|error| Error::io("cannot be opened", error)).at_path(&self.path)?;
+        if matches!(takes, Preallocate::Falloc | Preallocate::Full) {
+            space::reserve(&file, &self.path, size_bytes).inspect_err(|_| self.take_back())?;
+        }
+        Ok(Made::There { file, _locked: locked })
+    }
+
+    /// Gives a new file its name, and one that was there its length.
+    ///
+    /// # Errors
+    /// `Exists`; the system's. All is as before then.
+    fn show(&self, made: Made, size_bytes: u64, takes: Preallocate) -> Result<()> {
+        match made {
+            Made::New(half) => half.name(&self.path),
+            Made::There { file, .. } => {
+                let failed = |error| Error::io("cannot set its length", error);
+                let lengthened = file.set_len(size_bytes).map_err(failed).at_path(&self.path);
+                let filled = lengthened.and_then(|()| match takes {
+                    Preallocate::Full => space::fill_holes(&file, &self.path),
+                    _ => file.sync_all().map_err(failed).at_path(&self.path),
+                });
+                filled.inspect_err(|_| self.take_back())
+            }
+        }
     }
 
     /// Leaves what was there before.
-    pub fn take_back(&self) {
+    fn take_back(&self) {
         let _ = match self.is_there {
-            true => std::fs::File::options().write(true).open(&self.path).and_then(|file| file.set_len(0)),
+            true => File::options().write(true).open(&self.path).and_then(|file| file.set_len(0)),
             false => std::fs::remove_file(&self.path),
         };
     }
 }
 
-/// As [`create`], with its data in another file, if there is one.
+/// The file, once it is made but for its last step.
+enum Made {
+    /// It has no name yet.
+    New(HalfMade),
+    /// It was there, and has no length yet.
+    There { file: File, _locked: HostStore },
+}
+
+/// Creates the image at `path`, with its data in another file, if there is one, and takes the space that is to be taken at once. All of it is durable then, also
+/// their names. These come last, the one right after the other: a process that is killed before leaves nothing.
 ///
 /// # Errors
-/// As there; [`DataFile::make`]'s. Nothing is left then.
+/// As [`make`]; as [`take_space`]; `Exists`, where the data file is one that somebody has just made or written to. Nothing is left then.
 pub async fn create_with(
     path: &Path,
     format: Format,
     new: &NewImage,
     data_file: Option<&DataFile>,
+    takes: Preallocate,
     no_lock: bool,
 ) -> Result<()> {
-    let Some(data_file) = data_file else { return create(path, format, new, no_lock).await };
     let half = make(path, format, new, no_lock).await?;
-    data_file.make(new.size_bytes, no_lock).await?;
-    publish(half, path).inspect_err(|_| data_file.take_back())
+    let Some(data_file) = data_file else {
+        take_space(half.file(), path, new.size_bytes, takes).await?;
+        return publish(half, path);
+    };
+    let made = data_file.make(new.size_bytes, takes, no_lock).await?;
+    data_file.show(made, new.size_bytes, takes)?;
+    let is_elsewhere = real(folder_of(path)).ok().as_deref() != data_file.path.parent();
+    // In one folder, their names become durable together.
+    let durable = if is_elsewhere { OsFiles::default().sync_name(&data_file.path) } else { Ok(()) };
+    durable.and_then(|()| publish(half, path)).inspect_err(|_| data_file.take_back())
 }

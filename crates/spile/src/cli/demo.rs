@@ -154,7 +154,7 @@ fn demo(args: &DemoArgs, dir: &Path, keep: bool) -> Result<Exit> {
     let path = dir.join("demo.vhd");
     let format = Format::of(&path, None)?;
     let (made, new) = (path.clone(), NewImage::new(args.size));
-    on_engine(move || async move { create::create(&made, format, &new, false).await })?;
+    on_engine(move || async move { create::publish(create::make(&made, format, &new, false).await?, &made) })?;
     let used = format_size(disks::used_bytes(&path).unwrap_or(0));
     note(format!("created {}: {} thin VHD, {used} used", path.display(), format_size(args.size)));
 

@@ -72,7 +72,8 @@ pub struct Collected {
 #[derive(Debug, Serialize, ToSchema)]
 pub struct Found {
     /// `deleted`: an image that was deleted while it had a child. `job`: a merge or flatten that is not finished. `half-made`: a file of a
-    /// snapshot that was broken off. `stale-note`: a note of an image that is gone.
+    /// snapshot that was broken off. `stale-note`: a note of an image that is gone. `second-name`: one more name of an image, left by a merge that was
+    /// broken off.
     kind: String,
     /// The image, or the file.
     path: String,
@@ -132,6 +133,7 @@ fn show(folder: &Path, collected: &Collected) {
             "deleted" => "deleted",
             "job" => "of work that is not finished",
             "half-made" => "left by a snapshot that was broken off",
+            "second-name" => "one more name of an image, left by a merge that was broken off",
             _ => "a note that says nothing any more",
         };
         let name = Path::new(&item.path).file_name().unwrap_or_default().to_string_lossy();
@@ -193,6 +195,7 @@ impl Found {
             Kind::Job => ("job", 0),
             Kind::HalfMade => ("half-made", used(&found.path)),
             Kind::StaleNote => ("stale-note", 0),
+            Kind::SecondName => ("second-name", 0),
         };
         let text = |path: PathBuf| path.display().to_string();
         Self {
@@ -260,7 +263,7 @@ fn look(folder: &Path) -> Result<Vec<Found>> {
 /// Does all that was found. Returns what was met, by the path of the disk.
 fn work_on_all(found: &[Found], how: How, ending: &Ending) -> BTreeMap<String, Trouble> {
     let paths = |is_note: bool| {
-        let items = found.iter().filter(move |item| (item.kind == "stale-note") == is_note);
+        let items = found.iter().filter(move |item| matches!(&*item.kind, "stale-note" | "second-name") == is_note);
         items.filter_map(|item| item.disk_path.clone()).collect::<BTreeSet<_>>()
     };
     let mut troubles = BTreeMap::new();

@@ -205,7 +205,7 @@ pub const ENDINGS: &[Ending] = &[
             ("spile detach data", "closes the disk"),
             ("spile detach data --force", "also while it is used, or has a job"),
         ],
-        notes: &[],
+        notes: &[JSON],
     },
     Ending {
         command: "resize",

@@ -7,7 +7,7 @@ use spile_server::serving::api;
 use spile_server::serving::api::checkpoints::{ChangedBlocks, CheckpointList};
 use spile_server::serving::api::images::Info;
 use spile_server::serving::api::slow::SlowRequests;
-use spile_server::serving::api::types::{DiskDetail, DiskList, Failure, Job, JobList, Reverted, Snapshot};
+use spile_server::serving::api::types::{Detached, DiskDetail, DiskList, Failure, Job, JobList, Reverted, Snapshot};
 use spile_server::serving::events::DiskEvent;
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
@@ -85,6 +85,7 @@ const OUTPUTS: &[(&str, Make)] = &[
     ("resume", of::<GoesOn>),
     ("on-error", of::<TroublePolicy>),
     ("accept-loss", of::<AcceptedLoss>),
+    ("detach", of::<Detached>),
     ("resize", of::<Resized>),
     ("slow", of::<SlowRequests>),
     ("events", of::<DiskEvent>),

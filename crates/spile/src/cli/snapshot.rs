@@ -13,16 +13,18 @@ use spile_image::{Format, Graph, OpenOptions};
 use spile_life::set::Set;
 use spile_life::snapshot::{self, Made, Plan};
 use spile_server::checkpoints::Checkpoints;
+use spile_server::host::Host;
 use spile_server::jobs::Access;
 use spile_server::parents::check_place;
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, typed};
 use spile_server::serving::api::discovery;
-use spile_server::serving::api::types::{DiskDetail, DiskSnapshot, NewSnapshot, Snapshot};
+use spile_server::serving::api::types::{DiskDetail, DiskSnapshot, Layer, NewSnapshot, Snapshot};
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
 use super::control::path_of;
 use super::create::{Child, check_new_name};
+use super::options::Preallocate;
 use super::revert::is_same_file;
 use super::{Exit, ParentArgs, existing, on_engine, parse_format, print_json, printable, say};
 use crate::disks;
@@ -194,6 +196,7 @@ async fn open(at: &Locator, name: &str, options: &OpenOptions) -> Result<Offline
     let allowed = options.allow_parents.iter().map(|folder| folder.canonicalize());
     let allowed: Vec<_> =
         allowed.collect::<std::io::Result<_>>().map_err(|e| Error::io("find a folder of parents", e)).at_path(path)?;
+    snapshot::refuse_device(&graph)?;
     let plan = Plan::new(&graph.layers(), options.format, name, &allowed)?;
     Ok(Offline { graph, checkpoints, plan })
 }
@@ -259,6 +262,7 @@ pub fn clone(args: &CloneArgs) -> Result<Exit> {
             let disk: DiskDetail = ask(&server, "GET", &path_of(&name), LOOK_PATIENCE)?;
             let layers: Vec<_> = disk.layers.iter().map(|layer| Path::new(&layer.path)).collect();
             check_place(&args.child, &layers, &args.parents.allow_parents)?;
+            args.refuse_data_file(&disk)?;
             Some(before(args)?)
         }
         Some(_) | None => None,
@@ -272,6 +276,7 @@ pub fn clone(args: &CloneArgs) -> Result<Exit> {
         size_bytes: None,
         like: NewImage::new(0),
         data_file: None,
+        takes: Preallocate::Off,
         parent: parent.clone(),
         options: args.parents.read_only(given),
     };
@@ -279,9 +284,10 @@ pub fn clone(args: &CloneArgs) -> Result<Exit> {
         Some(made) => {
             let (what, hint) =
                 (&made.snapshot_path, error.hint_text().map(|hint| format!("{hint}; ")).unwrap_or_default());
-            let child = args.child.display();
-            let hint =
-                format!("{hint}the snapshot {what} was made and stays: `spile clone {what} {child}` goes on with it");
+            let (child, more) = (args.child.display(), args.more());
+            let hint = format!(
+                "{hint}the snapshot {what} was made and stays: `spile clone {what} {child}{more}` goes on with it"
+            );
             error.hint(hint)
         }
         None if error.message().contains("over the format's limit") => {
@@ -298,6 +304,27 @@ pub fn clone(args: &CloneArgs) -> Result<Exit> {
         say(format_args!("{} is a parent now: Spile does not write to it any more", cloned.parent_path));
     }
     Ok(Exit::Ok)
+}
+
+impl CloneArgs {
+    /// What a command has to say, too, that goes on with the snapshot of this one.
+    fn more(&self) -> &'static str {
+        if self.parents.allow_data_file { " --allow-data-file" } else { "" }
+    }
+
+    /// Refuses a disk of a server whose data lie in another file, which this command was not told to follow to.
+    fn refuse_data_file(&self, disk: &DiskDetail) -> Result<()> {
+        if self.parents.allow_data_file {
+            return Ok(());
+        }
+        let of = |layer: &Layer| Some((PathBuf::from(&layer.path), parse_format(&layer.format).ok()?));
+        let images: Vec<_> = disk.layers.iter().filter_map(of).collect();
+        let found = on_engine(move || async move { Ok(Host::new().data_file_of(&images).await) })?;
+        let Some((image, data)) = found else { return Ok(()) };
+        let what = format!("the image keeps its data in another file, {}", data.display());
+        let error = Error::new(ErrorKind::Denied, what).at_path(&image);
+        Err(error.hint("say --allow-data-file now and whenever the clone is opened"))
+    }
 }
 
 /// True for a disk that its server may write.
@@ -325,9 +352,9 @@ fn before(args: &CloneArgs) -> Result<Snapshot> {
     let name = args.name.clone().unwrap_or_else(|| format!("{}-before-{}", stem(&args.parent), stem(&args.child)));
     let made = make(std::slice::from_ref(&args.parent), &name, args.format, &args.parents).map_err(|error| {
         let Some(there) = error.path().filter(|_| error.kind() == ErrorKind::Exists) else { return error };
-        let (there, child) = (there.display(), args.child.display());
+        let (there, child, more) = (there.display(), args.child.display(), args.more());
         let hint = format!(
-            "if an earlier clone was broken off, `spile clone {there} {child}` goes on with its snapshot; or choose another name: --name"
+            "if an earlier clone was broken off, `spile clone {there} {child}{more}` goes on with its snapshot; or choose another name: --name"
         );
         error.hint(hint)
     })?;

@@ -8,6 +8,7 @@ use rustix::fs::{FallocateFlags, fallocate, statvfs};
 use rustix::process::geteuid;
 use spile_core::{Disk, Error, ErrorKind, Extent, Result, ResultExt};
 use spile_image::measure::{Count, Space};
+use spile_server::new_file::folder_of;
 
 use crate::units::format_size;
 
@@ -83,8 +84,18 @@ pub fn preallocate(file: &File, dst: &Path, virtual_bytes: u64) -> Result<()> {
     if len < virtual_bytes {
         return Err(is_thin(dst));
     }
-    check(dst.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new(".")), dst, len)?;
+    check(folder_of(dst), dst, len)?;
     fallocate(file, FallocateFlags::empty(), 0, len)
+        .map_err(|e| Error::io("cannot take the disk's space", e.into()).at_path(dst))
+}
+
+/// As [`preallocate`], of a file that holds nothing yet, and holds nothing and has no length afterwards either: a process that is killed leaves it as it was.
+///
+/// # Errors
+/// As there.
+pub fn reserve(file: &File, dst: &Path, len_bytes: u64) -> Result<()> {
+    check(folder_of(dst), dst, len_bytes)?;
+    fallocate(file, FallocateFlags::KEEP_SIZE, 0, len_bytes)
         .map_err(|e| Error::io("cannot take the disk's space", e.into()).at_path(dst))
 }
 

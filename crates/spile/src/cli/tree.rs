@@ -72,6 +72,8 @@ pub struct TreeImage {
     deleted: bool,
     /// It is a snapshot of several disks at one point in time that was broken off: of the others there may be none, or one of another moment.
     of_broken_set: bool,
+    /// It is a second name of a disk's own file, for a snapshot that is not whole: when the disk is opened for writing, the name goes.
+    half_made: bool,
     /// The most space that `spile gc` frees when it merges this image, which was deleted, with its only child, in bytes.
     gc_frees_at_most_bytes: Option<u64>,
     /// Why it cannot be read.
@@ -172,7 +174,20 @@ async fn look_at(paths: &[PathBuf]) -> Vec<TreeImage> {
     for path in paths {
         images.push(look(&files, path).await);
     }
+    note_half_made(&mut images);
     images
+}
+
+/// Notes which images are a disk's own file under the name of a snapshot. The disk's new leaf, which is to take the disk's path, tells that it is not whole.
+fn note_half_made(images: &mut [TreeImage]) {
+    let id = |path: &str| std::fs::metadata(path).ok().map(|stat| FileId::of(&stat));
+    let is_begun = |path: &&String| names::new_leaf(Path::new(path)).exists();
+    let begun: Vec<_> = images.iter().map(|image| image.path.clone()).filter(|path| is_begun(&path)).collect();
+    for disk in begun {
+        let own = id(&disk);
+        let others = images.iter_mut().filter(|image| image.path != disk && own.is_some());
+        others.filter(|image| id(&image.path) == own).for_each(|image| image.half_made = true);
+    }
 }
 
 async fn look(files: &OsFiles, path: &Path) -> TreeImage {
@@ -190,6 +205,7 @@ async fn look(files: &OsFiles, path: &Path) -> TreeImage {
         coalesce_frees_bytes: None,
         deleted: names::gone(path).exists(),
         of_broken_set: names::set(path).exists(),
+        half_made: false,
         gc_frees_at_most_bytes: None,
         trouble: None,
     };
@@ -327,6 +343,9 @@ fn line(image: &TreeImage) -> String {
     if !by.is_empty() {
         add(format!("open in {}", by.join(", ")));
     }
+    if image.half_made {
+        add("of a snapshot that is not whole: this name goes when its disk is opened for writing".to_owned());
+    }
     if image.deleted {
         let frees = image.gc_frees_at_most_bytes.map(|bytes| format!(", which frees {} at most", format_size(bytes)));
         add(format!("deleted, waits for gc{}", frees.unwrap_or_default()));
@@ -360,6 +379,7 @@ mod tests {
             coalesce_frees_bytes: None,
             deleted: false,
             of_broken_set: false,
+            half_made: false,
             gc_frees_at_most_bytes: None,
             trouble: None,
         }

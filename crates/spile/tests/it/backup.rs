@@ -1,11 +1,14 @@
 //! Backups by the commands: of disks that are served, and of those that nobody uses; what is refused, and what is left.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
 
 use crate::common::host::{names, raw, serve};
 use crate::common::nbd::Client;
-use crate::common::{eventually, fails, json, ok};
+use crate::common::{eventually, fails, faulty_sync, json, ok};
+use nix::sys::signal::Signal;
 use serde_json::Value;
 
 const MIB: usize = 1 << 20;
@@ -368,4 +371,24 @@ fn a_fleece_that_is_full_fails_the_backup_and_no_write() {
     let now = fs::read(dir.join("b.raw")).unwrap();
     assert!(now[..4 * MIB] == before[..4 * MIB] && now[4 * MIB..8 * MIB] == bytes);
     assert_eq!(names(dir), ["b.raw", "b.raw.spile-backup", "full.raw"]);
+}
+
+#[test]
+fn a_backup_that_was_killed_while_it_got_its_name_is_made_by_the_same_command() {
+    let dir = tempfile::tempdir().unwrap();
+    let (faults, dir) = (dir.path(), &dir.path().join("disks"));
+    fs::create_dir(dir).unwrap();
+    raw(dir, "killed.raw", 1);
+    let inode = fs::metadata(dir).unwrap().ino().to_string();
+    fs::write(faults.join("kill-at-sync-of"), &inode).unwrap();
+    let mut killed = faulty_sync(faults);
+    let ended = killed.args(["backup", "killed.raw", "b.vhd"]).current_dir(dir).status().unwrap();
+    assert_eq!(ended.signal(), Some(Signal::SIGKILL as i32));
+    assert_eq!(names(dir), ["b.vhd.spile-backup", "killed.raw"], "no backup that nothing is known of");
+    ok(dir, &["backup", "killed.raw", "b.vhd"]);
+    ok(dir, &["verify", "b.vhd"]);
+    // What is whole is lost to nobody.
+    assert!(fails(dir, 1, &["backup", "killed.raw", "b.vhd"]).contains("choose another name"));
+    ok(dir, &["verify", "b.vhd"]);
+    assert_eq!(names(dir), ["b.vhd", "b.vhd.spile-backup", "killed.raw"]);
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::common::guests::{self, Load, rest_of_stderr};
+use crate::common::mount::Mount;
 use crate::common::nbd::Client;
 use crate::common::{Served, eventually, fails, faulty_sync, json, ok, spile};
 use nix::sys::signal::Signal;
@@ -388,6 +389,62 @@ fn a_disk_whose_changes_cannot_be_noted_goes_on() {
     let said = rest_of_stderr(&mut served);
     assert!(said.contains("not noted any more") && said.contains("f.raw"), "{said}");
     assert_eq!(blocks(&changed(dir, "f.raw", "b")), [40]);
+}
+
+#[test]
+fn a_first_checkpoint_for_which_there_is_no_space_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "f.raw", "--size", "64M"]);
+    let mut command = faulty_sync(dir);
+    command.args(["serve", "f.raw", "--nbd", "unix:n", "--control", "c"]).current_dir(dir);
+    let served = Served::spawn(&mut command, dir.join("n")).unwrap();
+    let client = served_client(&served);
+    client.write(0, &[1; 4096], true).unwrap();
+    // Of the file's first header, and of its bits; one of the disk itself comes next, and then the checkpoint is noted.
+    for syncs in [0, 1, 2, 4, 5] {
+        fs::write(dir.join("full-sync"), syncs.to_string()).unwrap();
+        let said = fails(dir, 1, &["checkpoint", "c", "a"]);
+        assert!(!dir.join("full-sync").exists() && said.contains("No space left"), "{syncs}: {said}");
+        assert!(!dir.join(".f.raw.spile-changes").exists(), "{syncs}");
+        assert_eq!(json(dir, &["checkpoint", "c", "--list"])["checkpoints"].as_array().unwrap().len(), 0);
+        client.write(syncs * BLOCK, &[2; 4096], true).unwrap();
+    }
+    ok(dir, &["checkpoint", "c", "a"]);
+    client.write(20 * BLOCK, &[7; 4096], true).unwrap();
+    assert_eq!(blocks(&changed(dir, "c", "a")), [20]);
+    drop(client);
+    assert!(served.terminate().success());
+    assert_eq!(blocks(&changed(dir, "f.raw", "a")), [20]);
+}
+
+#[test]
+fn checkpoints_that_find_no_space_at_the_new_place_stay_behind_and_new_ones_are_made() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let test = "checkpoints_that_find_no_space_at_the_new_place_stay_behind_and_new_ones_are_made";
+    let Some(mount) = Mount::new(dir, 32 * MIB, test) else { return };
+    ok(dir, &["create", "f.raw", "--size", "512G"]);
+    let served = guests::serve(dir, &["f.raw", "--nbd", "unix:n"]);
+    let client = Client::connect(&guests::nbd(dir, "")).unwrap();
+    client.write(0, &[1; 4096], true).unwrap();
+    // 16 MiB of bits.
+    ok(dir, &["checkpoint", "c", "a", "--block-bytes", "4K"]);
+    let ballast = File::create(mount.path.join("ballast")).unwrap();
+    rustix::fs::fallocate(&ballast, rustix::fs::FallocateFlags::empty(), 0, 12 * MIB).unwrap();
+    let new = mount.path.join("new.raw");
+    ok(dir, &["move", "c", "--to", new.to_str().unwrap(), "--wait"]);
+    assert!(!mount.path.join(".new.raw.spile-changes").exists() && new.exists());
+    assert!(!dir.join(".f.raw.spile-changes").exists(), "nobody needs it any more");
+    assert_eq!(json(dir, &["checkpoint", "c", "--list"])["checkpoints"].as_array().unwrap().len(), 0);
+    drop(ballast);
+    fs::remove_file(mount.path.join("ballast")).unwrap();
+    ok(dir, &["checkpoint", "c", "a"]);
+    client.write(20 * BLOCK, &[7; 4096], true).unwrap();
+    assert_eq!(blocks(&changed(dir, "c", "a")), [20]);
+    drop(client);
+    assert!(served.terminate().success());
+    assert_eq!(blocks(&changed(dir, new.to_str().unwrap(), "a")), [20]);
 }
 
 #[test]

@@ -329,18 +329,32 @@ fn the_demo_runs() {
     assert!(dir.path().join("demo.vhd").exists(), "--dir keeps the disk");
 }
 
+/// True when the process has written to a new disk that has no name yet.
+fn holds_it(pid: u32) -> bool {
+    let files = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    files
+        .filter_map(|file| fs::metadata(file.path()).ok())
+        .any(|stat| stat.is_file() && stat.blocks() > 0 && stat.nlink() == 0)
+}
+
+#[test]
+fn a_disk_whose_space_is_being_taken_has_no_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for made in [&["a.raw"][..], &["a.vhd", "--subformat", "fixed"], &["a.qcow2", "--data-file", "a.raw"]] {
+        let space = ["--size", "1G", "--preallocate=full"];
+        let running = Running::start(spile().arg("create").args(made).args(space), dir);
+        eventually("it begins", || holds_it(running.pid()));
+        assert_eq!(running.end(Signal::SIGKILL).0, None, "{made:?}");
+        assert_eq!(files_in(dir), [""; 0], "{made:?}");
+    }
+}
+
 #[test]
 fn a_conversion_that_is_ended_leaves_no_disk_that_looks_whole() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     fs::write(dir.join("a.raw"), vec![1; 256 << 20]).unwrap();
-    // The new disk has no name yet, or a temporary one.
-    let holds_it = |pid: u32| {
-        let files = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
-        files
-            .filter_map(|file| fs::metadata(file.path()).ok())
-            .any(|stat| stat.is_file() && stat.blocks() > 0 && stat.nlink() == 0)
-    };
     for (signal, code) in [(Signal::SIGTERM, Some(143)), (Signal::SIGINT, Some(130)), (Signal::SIGKILL, None)] {
         let running = Running::start(spile().args(["convert", "a.raw", "b.vhd"]), dir);
         eventually("it begins", || holds_it(running.pid()));

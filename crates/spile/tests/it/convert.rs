@@ -6,6 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use crate::common::host;
 use crate::common::{fails, json, ok, run, spile};
 
 /// 4 MiB with data at both ends and in the middle.
@@ -218,6 +219,34 @@ impl Loop {
 impl Drop for Loop {
     fn drop(&mut self) {
         let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn a_disk_on_a_block_device_has_no_snapshots_and_what_is_said_to_do_works() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for format in ["qcow2", "vhd", "raw"] {
+        fs::write(dir.join("device"), vec![0; 8 << 20]).unwrap();
+        let device = match Loop::over(&dir.join("device")) {
+            Ok(device) => device,
+            Err(why) => {
+                return println!("SKIP a_disk_on_a_block_device_has_no_snapshots_and_what_is_said_to_do_works: {why}");
+            }
+        };
+        fs::write(dir.join("a.raw"), vec![1; 2 << 20]).unwrap();
+        let path = device.0.to_str().unwrap();
+        ok(dir, &["convert", "a.raw", path, "--onto", "--to", format]);
+        let refused = |args: &[&str]| {
+            let said = fails(dir, 1, args);
+            assert!(said.contains("has no room beside it") && said.contains("(copy it to"), "{args:?}: {said}");
+            assert!(said.contains("spile convert") && !said.contains("rename it"), "{args:?}: {said}");
+        };
+        refused(&["snapshot", path, "--name", "s", "--format", format]);
+        let served = host::serve(dir, &[&format!("{path},format={format},name=device-of-{format}")]);
+        refused(&["snapshot", &format!("device-of-{format}"), "--name", "s"]);
+        assert!(served.terminate().success());
+        ok(dir, &["convert", path, &format!("{format}.qcow2"), "--from", format]);
     }
 }
 

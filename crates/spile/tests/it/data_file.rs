@@ -1,10 +1,15 @@
 //! Images that keep their data in another file, by the commands.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
+use std::process::Command;
 
-use crate::common::host::names;
-use crate::common::{fails, json, ok};
+use crate::common::host::{names, serve};
+use crate::common::mount::Mount;
+use crate::common::{fails, faulty_sync, json, ok};
+use nix::sys::signal::Signal;
 
 const ALLOW: &str = "--allow-data-file";
 
@@ -121,4 +126,101 @@ fn a_data_file_whose_name_says_no_format_is_not_asked_for_parents() {
     fs::remove_file(dir.join("b.dat")).unwrap();
     ok(dir, &["delete", "other.qcow2"]);
     assert_eq!(names(dir), ["a.dat", "a.qcow2"]);
+}
+
+/// A process that writes behind its limit on the length of files is killed there, and cleans up nothing, as by `kill -9`.
+#[test]
+fn a_disk_whose_space_is_not_taken_yet_has_no_name_and_neither_has_its_data_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("empty.raw"), "").unwrap();
+    let space = ["--size", "8M", "--preallocate"];
+    let killed_at = |kib: u64, made: &[&str]| {
+        let limited = format!("ulimit -c 0; ulimit -f {kib}; exec \"$@\"");
+        let mut command = Command::new("sh");
+        command.args(["-c", &limited, "sh", env!("CARGO_BIN_EXE_spile")]).args(made).current_dir(dir);
+        assert_eq!(command.status().unwrap().signal(), Some(Signal::SIGXFSZ as i32), "{made:?}, {kib}");
+        assert_eq!(names(dir), ["empty.raw"], "{made:?}, {kib}");
+        assert_eq!(fs::metadata(dir.join("empty.raw")).unwrap().len(), 0, "{made:?}, {kib}");
+    };
+    let raw = [&["create", "a.raw"], &space[..]].concat();
+    let fixed = [&["create", "a.vhd", "--subformat", "fixed"], &space[..]].concat();
+    let qcow2 = [&["create", "a.qcow2"], &space[..]].concat();
+    let data = [&["create", "a.qcow2", "--data-file", "d.raw"], &space[..]].concat();
+    let there = [&["create", "a.qcow2", "--data-file", "empty.raw"], &space[..]].concat();
+    for made in [&raw, &fixed, &qcow2, &data, &there] {
+        [0, 256, 4096].iter().for_each(|kib| killed_at(*kib, made));
+        ok(dir, made);
+        let holds = names(dir).into_iter().map(|name| fs::metadata(dir.join(name)).unwrap().blocks() * 512);
+        assert!(holds.sum::<u64>() >= 8 << 20, "{made:?}: its space is not taken");
+        names(dir).iter().filter(|name| *name != "empty.raw").for_each(|name| fs::remove_file(dir.join(name)).unwrap());
+        fs::write(dir.join("empty.raw"), "").unwrap();
+    }
+    // By writing, with no limit but the file system's.
+    for made in [&["create", "a.raw"][..], &["create", "a.qcow2", "--data-file", "d.raw"]] {
+        ok(dir, &[made, &["--size", "8M", "--preallocate=full"]].concat());
+        names(dir).iter().filter(|name| *name != "empty.raw").for_each(|name| fs::remove_file(dir.join(name)).unwrap());
+    }
+}
+
+#[test]
+fn a_disk_and_its_data_file_get_their_names_together() {
+    let dir = tempfile::tempdir().unwrap();
+    let (faults, dir) = (dir.path(), &dir.path().join("disks"));
+    fs::create_dir(dir).unwrap();
+    let inode = fs::metadata(dir).unwrap().ino().to_string();
+    fs::write(faults.join("kill-at-sync-of"), &inode).unwrap();
+    let mut killed = faulty_sync(faults);
+    let made = ["create", "a.qcow2", "--data-file", "a.raw", "--size", "8M"];
+    let ended = killed.args(made).current_dir(dir).status().unwrap();
+    assert_eq!(ended.signal(), Some(Signal::SIGKILL as i32));
+    assert_eq!(names(dir), ["a.qcow2", "a.raw"]);
+    ok(dir, &["check", "a.qcow2", ALLOW]);
+    assert_eq!(fs::metadata(dir.join("a.raw")).unwrap().len(), 8 << 20);
+}
+
+#[test]
+fn space_that_is_not_there_leaves_no_disk_and_an_empty_data_file_empty() {
+    let dir = tempfile::tempdir().unwrap();
+    let test = "space_that_is_not_there_leaves_no_disk_and_an_empty_data_file_empty";
+    let Some(mount) = Mount::new(dir.path(), 32 << 20, test) else { return };
+    let dir = &mount.path;
+    fs::remove_dir(dir.join("lost+found")).unwrap();
+    fs::write(dir.join("empty.raw"), "").unwrap();
+    for made in [
+        &["create", "a.raw"][..],
+        &["create", "a.vhd", "--subformat", "fixed"],
+        &["create", "a.qcow2"],
+        &["create", "a.qcow2", "--data-file", "d.raw"],
+        &["create", "a.qcow2", "--data-file", "empty.raw"],
+    ] {
+        let said = fails(dir, 1, &[made, &["--size", "64M", "--preallocate=full"]].concat());
+        assert!(said.contains("are missing"), "{said}");
+        assert_eq!(names(dir), ["empty.raw"], "{made:?}");
+        let stat = fs::metadata(dir.join("empty.raw")).unwrap();
+        assert_eq!((stat.len(), stat.blocks()), (0, 0), "{made:?}");
+    }
+    fs::write(dir.join("empty.raw"), [0]).unwrap();
+    let said = fails(dir, 1, &["create", "a.qcow2", "--data-file", "empty.raw", "--size", "1M"]);
+    assert!(said.contains("remove it, also where a spile create that was killed"), "{said}");
+}
+
+#[test]
+fn a_clone_that_may_not_follow_to_a_data_file_makes_no_snapshot_first() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    make(dir, "a.qcow2", &["--size", "16M"]);
+    let served = serve(dir, &["a.qcow2,name=data-served", ALLOW]);
+    let before = names(dir);
+    let said = fails(dir, 1, &["clone", "data-served", "x.qcow2"]);
+    assert!(said.contains("/a.raw") && said.contains(ALLOW), "{said}");
+    assert_eq!(names(dir), before);
+    ok(dir, &["clone", "data-served", "x.qcow2", ALLOW]);
+    fs::remove_file(dir.join("x.qcow2")).unwrap();
+    // As if the clone had been killed behind its snapshot. What is said then works.
+    let said = fails(dir, 1, &["clone", "data-served", "x.qcow2", ALLOW]);
+    let there = dir.join("data-served-before-x.qcow2").display().to_string();
+    assert!(said.contains(&format!("`spile clone {there} x.qcow2 {ALLOW}`")), "{said}");
+    ok(dir, &["clone", &there, "x.qcow2", ALLOW]);
+    assert!(served.terminate().success());
 }

@@ -486,3 +486,25 @@ fn a_set_of_snapshots_that_is_not_whole_says_so_until_they_are_gone() {
     ok(dir.path(), &["delete", "a-one.vhd"]);
     assert_eq!(files(dir.path()), ["alone.vhd", "b-one.vhd", "b.vhd"]);
 }
+
+/// A kill between two steps of a merge leaves one more name of an image. When its disk and its note are gone, no merge takes it away.
+#[test]
+fn a_second_name_that_a_merge_has_left_goes_and_an_only_name_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "a.vhd", "--size", "16M"]);
+    ok(dir, &["create", "b.vhd", "--size", "16M"]);
+    fs::hard_link(dir.join("a.vhd"), dir.join(".kept.vhd.spile-taking")).unwrap();
+    fs::rename(dir.join("b.vhd"), dir.join(".only.vhd.spile-taking")).unwrap();
+    let both = |state: &str| {
+        [is("second-name", ".kept.vhd.spile-taking", state), is("second-name", ".only.vhd.spile-taking", "waits")]
+    };
+    let dry = json(dir, &["gc", ".", "--dry-run"]);
+    assert_eq!(collected(&dry)[0], both("found")[0]);
+    let found = json(dir, &["gc", "."]);
+    assert_eq!(collected(&found), both("done"));
+    let why = found["found"][1]["reason"].as_str().unwrap();
+    assert!(why.contains("no other name in this folder"), "{why}");
+    assert_eq!(files(dir), [".only.vhd.spile-taking", "a.vhd"]);
+    ok(dir, &["check", "a.vhd"]);
+}

@@ -304,3 +304,39 @@ fn a_kill_makes_a_merge_do_little_of_its_work_again() {
     let bytes = content(dir, "leaf.vhd");
     assert!((0..64).all(|mib| bytes[mib * MIB + 5] == if mib < LEAF_MIB { mib as u8 + 1 } else { 0 }));
 }
+
+/// The disk's header gets a place behind the space that was prepared, when the disk gets another parent. That space is not lost.
+#[test]
+fn a_check_calls_no_space_leaked_that_the_disk_has_prepared_before_a_merge() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "room.vhd", "--size", "256M"]);
+    let served = host::serve(dir, &["room.vhd"]);
+    let client = Client::connect(&served.uri()).unwrap();
+    let write = |mib: usize, count: usize, byte: u8| {
+        (mib..mib + count).for_each(|mib| client.write((mib * MIB) as u64, &vec![byte; MIB], false).unwrap());
+    };
+    for (number, snapshot) in ["s1", "s2"].into_iter().enumerate() {
+        write(number * 10, 8, number as u8 + 1);
+        ok(dir, &["snapshot", "room", "--name", snapshot]);
+    }
+    write(40, 8, 3);
+    ok(dir, &["coalesce", "room", "--layer", "s2", "--wait"]);
+    drop(client);
+    assert!(served.terminate().success());
+    let checked = json(dir, &["check", "room.vhd"]);
+    let has_room = |one: &serde_json::Value| one["message"].as_str().unwrap().contains("room for the next blocks");
+    assert!(checked["findings"].as_array().unwrap().iter().any(has_room), "{checked}");
+    assert_eq!((&checked["result"], &checked["leaked_bytes"]), (&"sound".into(), &0.into()), "{checked}");
+    let (before, len_bytes) = (host::bytes_of(dir, "room.vhd"), fs::metadata(dir.join("room.vhd")).unwrap().len());
+    // The next blocks go there.
+    let served = Served::start(dir, &["room.vhd"]);
+    let client = Client::connect(&served.uri()).unwrap();
+    (60..80).for_each(|mib| client.write(mib * MIB as u64, &vec![4; MIB], false).unwrap());
+    drop(client);
+    assert!(served.terminate().success());
+    assert!(fs::metadata(dir.join("room.vhd")).unwrap().len() <= len_bytes, "the file has become longer");
+    let after = host::bytes_of(dir, "room.vhd");
+    assert!(after[..60 * MIB] == before[..60 * MIB] && after[60 * MIB..80 * MIB].iter().all(|byte| *byte == 4));
+    ok(dir, &["check", "room.vhd"]);
+}

@@ -80,18 +80,29 @@ fn checkpoints_go_along_to_another_host_with_their_blocks() {
 /// As at a host with an older program, which does not know what is asked of it.
 #[test]
 fn a_host_that_does_not_take_checkpoints_in_gets_the_disk_without_them() {
+    goes_without_checkpoints(true);
+}
+
+#[test]
+fn nothing_is_told_of_checkpoints_that_a_disk_does_not_have() {
+    goes_without_checkpoints(false);
+}
+
+fn goes_without_checkpoints(has_some: bool) {
     let (dir, bytes) = full("marks-no", "there");
     let dir = dir.path();
     let there = receive(dir);
     let served = serve(dir, "old/marks-no.raw");
-    ok(dir, &["checkpoint", "marks-no", "then"]);
+    if has_some {
+        ok(dir, &["checkpoint", "marks-no", "then"]);
+    }
     json(dir, &["move", "marks-no", "--to", &to(dir, "disk.raw"), "--rate", "16M"]);
     // Nothing can be removed there that is no file.
     fs::create_dir(dir.join("there/.disk.raw.spile-new-changes")).unwrap();
     ok(dir, &["job", job(dir, "marks-no")["id"].as_str().unwrap(), "rate", "none"]);
     eventually("it is done", || job(dir, "marks-no")["state"] == "done");
     let trouble = job(dir, "marks-no")["motion"]["trouble"].to_string();
-    assert!(trouble.contains("checkpoints did not go along"), "{trouble}");
+    assert_eq!(trouble.contains("checkpoints did not go along"), has_some, "{trouble}");
     assert!(served.terminate().success());
     let_go(dir, "there/disk.raw");
     assert!(fs::read(dir.join("there/disk.raw")).unwrap() == bytes);

@@ -187,6 +187,12 @@ fn what_a_crash_has_left_goes_with_the_next_open() {
     fs::remove_file(dir.join("s.vhd")).unwrap();
     fs::hard_link(dir.join("a.vhd"), dir.join("s.vhd")).unwrap();
     ok(dir, &["info", "a.vhd"]);
+    let tree = json(dir, &["tree", "."]);
+    let half_made = tree["images"].as_array().unwrap().iter().filter(|image| image["half_made"] == true);
+    let half_made: Vec<_> =
+        half_made.map(|image| image["path"].as_str().unwrap().rsplit('/').next().unwrap()).collect();
+    assert_eq!(half_made, ["s.vhd"]);
+    assert!(ok(dir, &["tree", "."]).contains("of a snapshot that is not whole"));
     assert_eq!(images(dir).len(), 3, "who only looks changes nothing");
     fails(dir, 2, &["resize", "a.vhd", "1M"]);
     assert_eq!(images(dir), ["a.vhd"]);

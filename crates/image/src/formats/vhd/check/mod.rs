@@ -33,7 +33,7 @@ pub async fn check<S: Store>(store: &S, env: &dyn Env) -> Result<Report> {
         check_end(store, &parts.footers, sparse, &records, &mut report).await?;
         check_blocks(sparse, &mut report);
         check_batmap(store, sparse, &mut report).await?;
-        check_leaks(store, &parts.footers, sparse, &mut report);
+        check_leaks(store, &parts.footers, sparse, &mut report).await?;
         check_journal(&records, &sparse.layout, &mut report);
     }
     Ok(report)
@@ -186,7 +186,7 @@ async fn bitmap_is_full<S: Store>(store: &S, sparse: &SparseParts, sector: u32) 
     Ok(read_bits(store, &sparse.layout, sector).await?.is_full())
 }
 
-fn check_leaks<S: Store>(store: &S, footers: &Footers, sparse: &SparseParts, report: &mut Report) {
+async fn check_leaks<S: Store>(store: &S, footers: &Footers, sparse: &SparseParts, report: &mut Report) -> Result<()> {
     let layout = &sparse.layout;
     let mut used: Vec<Range<u64>> = layout.metadata.clone();
     used.extend(sparse.bat.allocated().map(|(_, sector)| start(sector)..layout.block_end(sector)));
@@ -195,7 +195,7 @@ fn check_leaks<S: Store>(store: &S, footers: &Footers, sparse: &SparseParts, rep
     for range in used {
         // Less than a block between blocks is alignment.
         if range.start >= end + layout.block_bytes {
-            leak(report, end..range.start, Mend::No, "unused space between blocks; the next writer uses it");
+            check_gap(store, layout, end..range.start, report).await?;
         }
         end = end.max(range.end);
     }
@@ -204,6 +204,34 @@ fn check_leaks<S: Store>(store: &S, footers: &Footers, sparse: &SparseParts, rep
         let mend = if layout.journal.is_some() { Mend::Repair } else { Mend::No };
         leak(report, end..file_end, mend, "unused space behind the last block");
     }
+    Ok(())
+}
+
+/// Tells of room between blocks. Where it takes no space of the host that would be enough for a block, nothing is lost: it is length, as of space that was prepared before the
+/// image's header got a place behind it.
+async fn check_gap<S: Store>(store: &S, layout: &Layout, gap: Range<u64>, report: &mut Report) -> Result<()> {
+    if layout.journal.is_none() {
+        leak(report, gap, Mend::No, "unused space between blocks");
+    } else if taken_bytes(store, &gap).await? < layout.block_bytes {
+        let len_bytes = gap.end - gap.start;
+        let message = format!("room for the next blocks between others, which takes no space: {len_bytes} bytes");
+        report.add(Severity::Note, gap.start, Mend::No, message);
+    } else {
+        leak(report, gap, Mend::No, "unused space between blocks; the next writer uses it");
+    }
+    Ok(())
+}
+
+/// How many bytes of `range` have space of the host behind them.
+async fn taken_bytes<S: Store>(store: &S, range: &Range<u64>) -> Result<u64> {
+    let (mut at, mut taken_bytes) = (range.start, 0);
+    while at < range.end {
+        let run = store.extent_at(StoreOffset(at)).await?;
+        let end = range.end.min(at + run.len_bytes.max(1));
+        taken_bytes += if run.is_hole { 0 } else { end - at };
+        at = end;
+    }
+    Ok(taken_bytes)
 }
 
 fn leak(report: &mut Report, range: Range<u64>, mend: Mend, what: &str) {
