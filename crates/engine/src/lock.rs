@@ -12,6 +12,10 @@
 //! So `qemu-img info`, `compare` and `convert` work on a file that is open here for reading, `qemu-img info -U` on
 //! one that is open for writing, and a second writer is refused, whichever program came first.
 //!
+//! **A file can be promised.** A server that hands its disks over unlocks their files before its successor locks them. Between the two, whoever
+//! comes would get them: a command that finds no server would change the disk, and neither of both could go on with it. So a server keeps a shared lock on byte
+//! 300 meanwhile ([`promise`]), at which everybody but the two finds the file busy ([`take_promised`]).
+//!
 //! **Locks fail closed.** Where a lock cannot be asked for (a file system or kernel without such locks, no lock daemon), the
 //! file is not opened, for nothing would keep a second writer out. An operator who takes that risk says `--no-lock`.
 //!
@@ -20,7 +24,9 @@
 //! forget a lock that it has lost, so the answer there is "held"; it fails every read and write under such a lock with
 //! EIO instead, until the file is closed (its parameter `recover_lost_locks` is off by default).
 
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::fs::File;
+use std::os::fd::{AsFd as _, AsRawFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use spile_core::{Error, ErrorKind, OpenMode, Result};
 
@@ -28,9 +34,27 @@ use crate::sys::last_errno;
 
 const USES: i64 = 100;
 const REFUSES: i64 = 200;
+const PROMISED: i64 = 300;
 const READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
+
+/// This process is a server that hands its disks over, or its successor.
+static TAKES_PROMISED: AtomicBool = AtomicBool::new(false);
+
+/// Keeps all processes from locking `file`, but for those that have called [`take_promised`], until it is closed. It does not lock the file for
+/// itself.
+///
+/// # Errors
+/// `Unsupported` or `Denied` when there are no locks.
+pub fn promise(file: &File) -> Result<()> {
+    take(file.as_fd(), libc::F_RDLCK, PROMISED)
+}
+
+/// From now on this process locks files that are promised, too.
+pub fn take_promised() {
+    TAKES_PROMISED.store(true, Ordering::Relaxed);
+}
 
 /// Locks a file that was just opened in `mode`, against other processes for which that mode leaves no room. The locks
 /// end when the last duplicate of the descriptor is closed.
@@ -39,11 +63,16 @@ const RESIZE: i64 = 3;
 /// `Busy` when another process has opened it in a mode that excludes this one; `Unsupported` or `Denied` when the file
 /// system, the kernel or a lock daemon gives no locks.
 pub(crate) fn acquire(fd: BorrowedFd<'_>, mode: OpenMode) -> Result<()> {
+    acquire_as(fd, mode, TAKES_PROMISED.load(Ordering::Relaxed))
+}
+
+fn acquire_as(fd: BorrowedFd<'_>, mode: OpenMode, takes_promised: bool) -> Result<()> {
     let uses = uses_of(mode);
     take(fd, gate_of(mode), 0)?;
     take_shared(fd, uses)?;
     // First lock and then check, as QEMU does: when two processes come at once, at least one sees the other.
-    for byte in uses.iter().map(|p| REFUSES + p).chain([USES + WRITE, USES + RESIZE]) {
+    let promised = (!takes_promised).then_some(PROMISED);
+    for byte in uses.iter().map(|p| REFUSES + p).chain([USES + WRITE, USES + RESIZE]).chain(promised) {
         look(fd, byte)?;
     }
     Ok(())
@@ -285,6 +314,19 @@ mod tests {
         assert!(locked(file.path(), OpenMode::ReadWrite).is_none());
         assert!(locked(file.path(), OpenMode::ReadOnly).is_none());
         drop(transfer);
+        assert!(locked(file.path(), OpenMode::ReadWrite).is_some());
+    }
+
+    #[test]
+    fn a_promised_file_is_busy_for_all_but_those_that_may_take_it() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let promised = File::open(file.path()).unwrap();
+        promise(&promised).unwrap();
+        for mode in [OpenMode::ReadOnly, OpenMode::ReadWrite] {
+            assert!(locked(file.path(), mode).is_none());
+            assert!(acquire_as(open(file.path()).as_fd(), mode, true).is_ok());
+        }
+        drop(promised);
         assert!(locked(file.path(), OpenMode::ReadWrite).is_some());
     }
 

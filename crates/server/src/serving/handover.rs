@@ -5,14 +5,18 @@
 //! next server. A successor gets the time of a message, and one that has the disks open [`HANGING_ROUNDS`] times that before it is
 //! ended.
 
+use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-use spile_core::{Disk, Error, ErrorKind, Result};
+use spile_core::{Disk, Error, ErrorKind, Result, Store as _};
+use spile_engine::take_promised;
+use spile_store::{AnyStore, FileId};
 
 use super::control::{Answer, Link};
 use super::disks::{self, Open};
+use super::failed_syncs;
 use super::fronts::{Fronts, Role};
 use super::identity::{self, Exported};
 use super::limits::Kept;
@@ -115,6 +119,8 @@ impl Server {
         }
         disks::leave_waiting(&self.disks);
         let connections = within("what is in flight is not answered", DRAIN_BOUND, || fronts.hand_over());
+        // From here to the end others find the disks' files busy, also while nobody has them open.
+        let _promised = promise(&self.disks);
         let (sizes, served, policies) = (self.sizes(), disks::exported(&self.disks), disks::policies(&self.disks));
         let shapes = disks::shapes(&self.disks);
         let limits = Kept::of(&self.disks, &self.opening.groups);
@@ -189,6 +195,21 @@ impl Server {
         let disks = std::mem::take(&mut self.disks);
         within("the disks cannot be closed", CLOSE_BOUND, || disks::close(&self.engine, disks, Ok(())))
     }
+}
+
+/// Keeps everybody but this server and its successor from opening the files of these disks, as long as what is returned lives. What cannot be promised is
+/// only less safe.
+fn promise(disks: &[Open]) -> Vec<File> {
+    take_promised();
+    let graphs: Vec<_> = disks.iter().filter_map(|open| open.disk.graph_now()).collect();
+    let stores = graphs.iter().flat_map(|graph| failed_syncs::stores(graph));
+    let promise = |store: &AnyStore| {
+        let id = store.file_id()?;
+        let file = File::open(store.path()).ok()?;
+        let is_it = file.metadata().is_ok_and(|stat| FileId::of(&stat) == id);
+        (is_it && spile_engine::promise(&file).is_ok()).then_some(file)
+    };
+    stores.filter_map(promise).collect()
 }
 
 /// Does a step that guests wait for. When it has not ended after `bound`, this process ends: the storage does not answer, so this server

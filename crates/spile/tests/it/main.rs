@@ -38,6 +38,7 @@ mod rebase;
 mod receive;
 mod receive_back;
 mod receive_chain;
+mod receive_kept;
 mod receive_marks;
 mod report;
 mod revert;

@@ -4,6 +4,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use crate::common::control::ask;
@@ -11,7 +12,7 @@ use crate::common::guests::{
     Load, guest, names_in, nbd, open_files, rest_of_stderr, serve, serve_again, simple_guest, succeed, try_serve,
 };
 use crate::common::nbd::Client;
-use crate::common::{Served, eventually, json, ok};
+use crate::common::{Served, eventually, fails, json, ok};
 use nix::sys::signal::Signal;
 use spile::uri::{Address, NbdUri};
 use spile_lab::GuestQueue;
@@ -54,6 +55,46 @@ fn guests_notice_nothing_of_several_successors_and_nbd_clients_connect_again() {
     assert_eq!(load.end(), 0, "the guest has connected again");
     assert!(served.terminate().success());
     assert_eq!(names_in(dir), ["d.raw", "v.model"], "the last removes the names");
+}
+
+/// For a moment nobody has the disk's file locked. A command that comes just then must not get it: it would find no server, and change the disk by itself.
+#[test]
+fn commands_that_come_in_the_middle_do_not_get_the_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "d.vhd", "--size", "64M"]);
+    let args = ["d.vhd", "--vhost-user", "v", "--nbd", "unix:n"];
+    let mut served = serve(dir, &args);
+    let mut load = Load::start(dir, "v", &["--span", "32M"]);
+    let is_over = AtomicBool::new(false);
+    let served = std::thread::scope(|scope| {
+        // The socket of the server is not where commands look for servers, so that each of them tries to have the disk for itself.
+        for command in
+            [&["check", "d.vhd"][..], &["snapshot", "d.vhd", "--name", "never"], &["checkpoint", "d.vhd", "never"]]
+        {
+            let is_over = &is_over;
+            scope.spawn(move || {
+                // Each waits for some seconds for a file that is in use.
+                for _ in 0..30 {
+                    if is_over.load(Relaxed) {
+                        break;
+                    }
+                    let said = fails(dir, 1, command);
+                    assert!(said.contains("in use by another process"), "{command:?}: {said}");
+                }
+            });
+        }
+        for _ in 0..6 {
+            load.goes_on(&served);
+            served = succeed(dir, &args, served);
+        }
+        is_over.store(true, Relaxed);
+        served
+    });
+    load.goes_on(&served);
+    assert_eq!(load.end(), 0);
+    assert!(served.terminate().success());
+    assert_eq!(names_in(dir), ["d.vhd", "v.model"]);
 }
 
 #[test]

@@ -22,8 +22,10 @@ use spile::serving::identity::{Exported, Identity};
 use spile::serving::limits::Kept;
 use spile::serving::takeover::{self, Inheritance, ask};
 use spile::uri::Address;
+use spile_core::{ErrorKind, OpenMode};
 use spile_lab::GuestQueue;
 use spile_lab::vhost::{Op, STATUS_OK};
+use spile_store::{CacheMode, FileStore};
 
 /// A disk `d.raw` with a guest's socket, one for NBD and the one for orders.
 const ARGS: [&str; 5] = ["d.raw", "--vhost-user", "v", "--nbd", "unix:n"];
@@ -298,11 +300,12 @@ fn a_child_that_appears_beside_a_served_disk_ends_no_server() {
     assert!(served.terminate().success());
 }
 
-/// Holds the disk as a server that has opened it, until the file is dropped.
-fn lock(dir: &Path) -> fs::File {
-    let file = fs::File::options().write(true).open(dir.join("d.raw")).unwrap();
-    fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive).expect("the old server has closed the disk");
-    file
+/// Holds the disk as a successor that has opened it, until the file is dropped.
+fn lock(dir: &Path) -> FileStore {
+    let open = || FileStore::open(&dir.join("d.raw"), OpenMode::ReadWrite, CacheMode::Page);
+    assert_eq!(open().err().map(|error| error.kind()), Some(ErrorKind::Busy), "it is promised to the successor");
+    spile_engine::take_promised();
+    open().expect("the old server has closed the disk")
 }
 
 #[test]
