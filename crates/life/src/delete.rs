@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 
 use spile_core::{Disk, Error, ErrorKind, Files, Locator, OpenMode, Result, Store};
 use spile_image::layer::{Identity, Layer as _};
-use spile_image::{Format, Graph};
+use spile_image::{Format, Graph, MAX_LAYERS};
 
-use crate::gc::{Family, Tools, described, keeps_data_elsewhere, named_data_file};
+use crate::gc::{Family, Tools, described, keeps_data_elsewhere, named_data_file, named_parents};
 use crate::gone::Gone;
 use crate::motion::forget_parent;
 use crate::names;
@@ -66,6 +66,12 @@ pub async fn mark<F: Files>(
         let child = child.display();
         return refuse(format!("it is longer than its child {child}, which hides what lies behind its end"));
     }
+    if parent.virtual_bytes < leaf.virtual_bytes && longest_beneath(tools, image).await? > parent.virtual_bytes {
+        let child = child.display();
+        return refuse(format!(
+            "it is shorter than its child {child}, and one of its own parents is longer: what it hides of that would come to light"
+        ));
+    }
     let _alone = Gone::lock(tools.files, image).await?;
     match Gone::read(tools.asking, image).await?.filter(|there| there.identity == identity) {
         Some(there) if there.child == child_identity => return forget_parent(tools.files, image).await,
@@ -86,6 +92,18 @@ pub async fn mark<F: Files>(
         // No move finds a parent any more in what is about to change.
         Ok(()) => forget_parent(tools.files, image).await,
     }
+}
+
+/// The size of the longest image beneath `image`, in bytes.
+async fn longest_beneath<F: Files>(tools: &Tools<'_, F>, image: &Path) -> Result<u64> {
+    let (mut at, mut longest) = (image.to_owned(), 0);
+    for _ in 0..MAX_LAYERS {
+        let Some(format) = names::format_of(&at) else { break };
+        let Some(parent) = named_parents(tools.asking, &at, format).await?.into_iter().next() else { break };
+        longest = longest.max(described(tools, &parent, None).await?.virtual_bytes);
+        at = parent;
+    }
+    Ok(longest)
 }
 
 /// Refuses an image that was to keep its name while it is merged into its parent, which was deleted, when children of the image name that parent already;
@@ -230,8 +248,7 @@ async fn refuse_needed<F: Files>(
     let paths = list().await?;
     let family = Family::ask(tools, &paths).await;
     if let Some(child) = family.children_of(path)?.first() {
-        let hint = "merge it into its parent by spile coalesce, or delete the child first; spile tree shows the family";
-        return Err(is_needed(path, child).hint(hint));
+        return Err(needed(path, child));
     }
     if let Some(child) = family.claimed(path) {
         return Err(is_needed(path, child).hint(OF_A_RAW_NAME));
@@ -242,6 +259,12 @@ async fn refuse_needed<F: Files>(
 
 /// What to do about a file that claims a parent.
 pub(crate) const OF_A_RAW_NAME: &str = "it begins as a qcow2 image, and its name says raw: give it the extension of its format; or move it elsewhere, if it is a raw disk whose guest has written that";
+
+/// The refusal to delete an image that this child needs.
+pub fn needed(image: &Path, child: &Path) -> Error {
+    let hint = "merge it into its parent by spile coalesce, or delete the child first; spile tree shows the family";
+    is_needed(image, child).hint(hint)
+}
 
 fn is_needed(image: &Path, child: &Path) -> Error {
     let what = format!("{} is a child of this image, and would be of no use without it", child.display());

@@ -145,7 +145,7 @@ pub async fn named_data_file<F: Files>(asking: &F, path: &Path, format: Format) 
 }
 
 /// The files that the image at `path` names as its parent, as far as they are there.
-async fn named_parents<F: Files>(asking: &F, path: &Path, format: Format) -> Result<Vec<PathBuf>> {
+pub(crate) async fn named_parents<F: Files>(asking: &F, path: &Path, format: Format) -> Result<Vec<PathBuf>> {
     let store = asking.open(&path.into(), OpenMode::ReadOnly).await?;
     let Some(named) = format.named_parent(&store).await? else { return Ok(Vec::new()) };
     let folder = path.parent().unwrap_or(Path::new("/"));

@@ -81,8 +81,17 @@ pub fn fits(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.len() <= LONGEST_NAME_BYTES)
 }
 
+/// True when the files that Spile keeps beside a disk can have their names, when this is the disk's path.
+pub fn fits_a_disk(path: &Path) -> bool {
+    path.file_name().is_some_and(|name| name.len() <= LONGEST_DISK_NAME_BYTES)
+}
+
 /// The most bytes of a file's name.
 const LONGEST_NAME_BYTES: usize = 255;
+/// The most bytes of a disk's name. The longest name beside it is that of [`moving_parent`], and a disk that was moved leaves its old image
+/// with `.moved` in its name.
+pub const LONGEST_DISK_NAME_BYTES: usize =
+    LONGEST_NAME_BYTES - ".".len() - MARK.len() - "moving-parent".len() - ".moved".len();
 
 /// The disk that another host moves here, until it is whole.
 pub fn receiving(disk: &Path) -> PathBuf {

@@ -121,7 +121,7 @@ pub fn snapshot_path(disk: &Path, name: &str) -> Result<PathBuf> {
     };
     let path = disk.with_file_name(file);
     // Files that tell of it lie beside it, under longer names.
-    if !names::fits(&names::children(&path)) {
+    if !names::fits_a_disk(&path) {
         return bad("it is too long");
     }
     Ok(path)

@@ -346,6 +346,7 @@ impl Running {
         match copied {
             Ok(_) => target.finish(manifest, move || *is_wanted.get_or_init(|| true)).await,
             Err(error) => {
+                let error = target.told(error);
                 target.give_up().await;
                 Err(if error.kind() == ErrorKind::Shutdown { error } else { target::told(&at, error) })
             }

@@ -325,6 +325,14 @@ impl Target {
         Ok(())
     }
 
+    /// `error` with the name that the user knows: a file that has no name yet is told by its descriptor.
+    pub fn told(&self, error: Error) -> Error {
+        match &self.half {
+            Some((half, path)) => half.told_as(path, error),
+            None => error,
+        }
+    }
+
     /// Closes the target after a backup that has failed. A file that was to be made is gone.
     pub async fn give_up(self) {
         let Self { disk, half, older, .. } = self;

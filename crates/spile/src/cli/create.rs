@@ -9,6 +9,7 @@ use spile_core::{Error, ErrorKind, Files as _, Locator, OpenMode, Result, Result
 use spile_engine::{OsEnv, run_blocking};
 use spile_image::create::NewImage;
 use spile_image::{Format, OpenOptions};
+use spile_life::names;
 use spile_server::host::Host;
 use spile_server::new_file::{HalfMade, folder_of};
 use spile_server::parents::{check_place, new_parent, note_child, real};
@@ -199,13 +200,16 @@ fn taken(path: &Path) -> Error {
 /// `InvalidInput`.
 pub fn check_new_name(path: &Path) -> Result<()> {
     let has_control = path.file_name().is_some_and(|name| name.to_string_lossy().contains(char::is_control));
-    match has_control {
-        true => {
-            let what = "the name has a control character in it, such as a line end";
-            Err(Error::new(ErrorKind::InvalidInput, what).at_path(path).hint("choose another name"))
-        }
-        false => Ok(()),
+    if has_control {
+        let what = "the name has a control character in it, such as a line end";
+        return Err(Error::new(ErrorKind::InvalidInput, what).at_path(path).hint("choose another name"));
     }
+    if !names::fits_a_disk(path) {
+        let what = "the name is too long: files that tell of a disk lie beside it, under longer names";
+        let hint = format!("a disk's name may have {} bytes", names::LONGEST_DISK_NAME_BYTES);
+        return Err(Error::new(ErrorKind::InvalidInput, what).at_path(path).hint(hint));
+    }
+    Ok(())
 }
 
 /// Refuses to take space where a disk cannot have it from the start.

@@ -338,7 +338,12 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
         let (host, path) = (Host::new(), whole_path(&disk).await?);
         let list = async || host.beside(&path).await;
         let family = Family::ask(&host.tools(), &list().await?).await;
-        if let [child] = family.children_of(&path)? {
+        let children = family.children_of(&path)?;
+        // Who has it open does not matter then.
+        if let [child, _, ..] = children {
+            return Err(delete::needed(&path, child));
+        }
+        if let [child] = children {
             delete::mark(&host.tools(), &path, format, child, list).await?;
             let why = match verdict(&host.tools(), &family, &path).await? {
                 Verdict::Waits { why, .. } => Some(why),

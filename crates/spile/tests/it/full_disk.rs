@@ -6,7 +6,7 @@ use std::process::Command;
 use crate::common::guests::{Load, nbd, serve};
 use crate::common::host::bytes_of;
 use crate::common::nbd::Client;
-use crate::common::{eventually, json, ok};
+use crate::common::{eventually, fails, json, ok};
 
 const MIB: u64 = 1 << 20;
 /// The file system, what fills it up at first, and the disk: without the ballast the disk has room.
@@ -72,6 +72,21 @@ fn fills_up_and_goes_on(name: &str, test: &str, cache: &str) {
     if name.ends_with(".vhd") {
         ok(at, &["check", name]);
     }
+}
+
+/// It has no name yet, and its user knows the one that it is to have.
+#[test]
+fn a_backup_without_space_is_told_by_its_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let mounted = match Mounted::new(dir.path()) {
+        Ok(mounted) => mounted,
+        Err(why) => return println!("SKIP a_backup_without_space_is_told_by_its_name: {why}"),
+    };
+    std::fs::write(dir.path().join("big.raw"), vec![7; FILE_SYSTEM_BYTES as usize]).unwrap();
+    let target = mounted.0.join("b.raw");
+    let said = fails(dir.path(), 1, &["backup", "big.raw", target.to_str().unwrap()]);
+    assert!(said.contains("b.raw") && !said.contains("/proc/"), "{said}");
+    assert!(!target.exists());
 }
 
 #[test]

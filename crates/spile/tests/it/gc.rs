@@ -193,6 +193,36 @@ fn a_server_that_is_killed_below_a_kept_snapshot_loses_nothing() {
     assert!(raw_of(dir, "s2.vhd") == second && raw_of(dir, "a.vhd") == disk);
 }
 
+/// What cannot be merged ever is not marked: the user hears at once why, and what to do.
+#[test]
+fn a_snapshot_that_could_not_be_merged_is_not_deleted() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "a.qcow2", "--size", "8M"]);
+    ok(dir, &["create", "s.qcow2", "--parent", "a.qcow2", "--size", "4M"]);
+    ok(dir, &["create", "x.qcow2", "--parent", "s.qcow2", "--size", "6M"]);
+    let said = fails(dir, 1, &["delete", "s.qcow2"]);
+    assert!(said.contains("one of its own parents is longer") && said.contains("spile flatten"), "{said}");
+    assert_eq!(collected(&json(dir, &["gc", "."])), []);
+    ok(dir, &["flatten", "x.qcow2", "--wait"]);
+    ok(dir, &["delete", "s.qcow2"]);
+    assert!(!dir.join("s.qcow2").exists());
+    ok(dir, &["check", "x.qcow2"]);
+}
+
+/// Also while a server has it open, as all parents of its disks.
+#[test]
+fn a_snapshot_with_two_children_is_not_deleted_and_the_reason_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    make(dir, "gc-two");
+    ok(dir, &["clone", "s2.vhd", "b.vhd"]);
+    let served = serve(dir, &["a.vhd,name=gc-two"]);
+    let said = fails(dir, 1, &["delete", "s2.vhd"]);
+    assert!(said.contains("is a child of this image") && !said.contains("in use"), "{said}");
+    assert!(served.terminate().success());
+}
+
 #[test]
 fn a_second_child_keeps_a_deleted_snapshot() {
     let dir = tempfile::tempdir().unwrap();

@@ -125,6 +125,20 @@ fn a_disk_that_nobody_serves_is_frozen_and_cloned() {
     assert_eq!(chain(dir, "c.vhd"), ["c.vhd", "snap-clone-before-c.vhd", "s.vhd"]);
 }
 
+/// What lies beside a disk has longer names than the disk.
+#[test]
+fn a_disk_of_the_longest_name_can_all_that_others_can() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let [long, longer] = [224, 225].map(|len| format!("{}.vhd", "n".repeat(len)));
+    assert!(fails(dir, 2, &["create", &longer, "--size", "1M"]).contains("228 bytes"));
+    ok(dir, &["create", &long, "--size", "1M"]);
+    ok(dir, &["checkpoint", &long, "one"]);
+    ok(dir, &["snapshot", &long, "--name", "of-long"]);
+    ok(dir, &["move", &long, "--to", &format!("m{}", &long[1..]), "--wait"]);
+    ok(dir, &["gc", "."]);
+}
+
 #[test]
 fn what_cannot_have_a_snapshot_says_why_and_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
