@@ -68,12 +68,12 @@ fn half_a_set_of_snapshots_that_does_not_say_so_is_found() {
 
 #[test]
 fn a_leaf_that_is_sealed_before_its_epoch_has_ended_is_found() {
-    bites(Broken::SealedEarly, 2581, " reads ");
+    bites(Broken::SealedEarly, 15061, " reads ");
 }
 
 #[test]
 fn a_flush_that_covers_only_the_new_leaf_is_found() {
-    bites(Broken::FlushOfLeaf, 1262, " reads ");
+    bites(Broken::FlushOfLeaf, 5870, " reads ");
 }
 
 #[test]
@@ -93,7 +93,7 @@ fn a_path_that_changes_before_the_old_leaf_has_its_second_name_is_found() {
 
 #[test]
 fn a_disk_that_is_opened_before_its_name_is_durable_is_found() {
-    bites(Broken::OldNamesNotSynced, 1200, " reads ");
+    bites(Broken::OldNamesNotSynced, 9711, " reads ");
 }
 
 #[test]
