@@ -245,13 +245,18 @@ impl Manifest {
         self.put(&file, &part, path)
     }
 
-    /// As [`Manifest::write`], and then has `name` give the backup its name. A process that is killed in between leaves a manifest alone, whose place the next backup takes. When
+    /// As [`Manifest::write`], and then has `name` give the backup its name. A process that is killed in between leaves a manifest alone, whose place the next backup takes. When `is_taken` says that the name is taken by now, nothing changes; when
     /// `name` fails, what was at `path` is there again. Nobody else puts a manifest there meanwhile: the one that is there in the end is that of the backup.
     ///
     /// # Errors
     /// `Exists` while another backup is getting its name; those of `name`; the system's.
-    pub fn write_before(&self, path: &Path, name: impl FnOnce() -> Result<()>) -> Result<()> {
-        let (part, before) = (part_of(path), std::fs::read(path).ok());
+    pub fn write_before(
+        &self,
+        path: &Path,
+        is_taken: impl FnOnce() -> bool,
+        name: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let part = part_of(path);
         // The lock goes along with the file when that gets its name.
         let file = File::options().write(true).create(true).truncate(false).open(&part);
         let file = file.map_err(unwritten).at_path(path)?;
@@ -259,13 +264,24 @@ impl Manifest {
             let error = Error::new(ErrorKind::Exists, "another backup is just getting this name").at_path(path);
             return Err(error.hint("choose another name"));
         }
+        // Another backup has got the name since: the manifest that is there is its own.
+        if is_taken() {
+            let _ = std::fs::remove_file(&part);
+            return Err(Error::new(ErrorKind::Exists, "there is a file of this name by now").at_path(path));
+        }
+        let before = std::fs::read(path).ok();
         file.set_len(0).map_err(unwritten).at_path(path)?;
         self.put(&file, &part, path)?;
         name().inspect_err(|_| {
-            let _ = match &before {
-                Some(text) => std::fs::write(&part, text).and_then(|()| std::fs::rename(&part, path)),
+            let restored = match &before {
+                Some(text) => std::fs::write(&part, text)
+                    .and_then(|()| File::open(&part)?.sync_all())
+                    .and_then(|()| std::fs::rename(&part, path)),
                 None => std::fs::remove_file(path),
             };
+            if restored.is_ok() {
+                let _ = OsFiles::default().sync_name(path);
+            }
         })
     }
 
@@ -373,8 +389,9 @@ mod tests {
         let path = folder.path().join("a.json");
         let of = |bytes| Manifest::new("/vm/a.vhd".to_owned(), bytes, 5);
         let taken = || Err(Error::new(ErrorKind::Exists, "taken"));
-        let fails =
-            |of: &Manifest, name: &mut dyn FnMut() -> Result<()>| of.write_before(&path, name).unwrap_err().kind();
+        let fails = |of: &Manifest, name: &mut dyn FnMut() -> Result<()>| {
+            of.write_before(&path, || false, name).unwrap_err().kind()
+        };
         assert_eq!(fails(&of(1 << 20), &mut || taken()), ErrorKind::Exists);
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
         of(1 << 20).write(&path).unwrap();
@@ -382,13 +399,20 @@ mod tests {
         let mut name = || {
             assert_eq!(Manifest::read_whole(&path).unwrap(), of(2 << 20));
             let never = || unreachable!("the name is given to another one");
-            assert_eq!(of(3 << 20).write_before(&path, never).unwrap_err().kind(), ErrorKind::Exists);
+            assert_eq!(of(3 << 20).write_before(&path, || false, never).unwrap_err().kind(), ErrorKind::Exists);
             assert_eq!(Manifest::read_whole(&path).unwrap(), of(2 << 20));
             taken()
         };
         assert_eq!(fails(&of(2 << 20), &mut name), ErrorKind::Exists);
         assert_eq!(Manifest::read_whole(&path).unwrap(), of(1 << 20), "that of before is there again");
-        of(2 << 20).write_before(&path, || Ok(())).unwrap();
+        let never = || unreachable!("it is taken");
+        assert_eq!(of(3 << 20).write_before(&path, || true, never).unwrap_err().kind(), ErrorKind::Exists);
+        assert_eq!(
+            std::fs::read_dir(folder.path()).unwrap().count(),
+            1,
+            "the other one's manifest stays, and nothing else"
+        );
+        of(2 << 20).write_before(&path, || false, || Ok(())).unwrap();
         assert_eq!(Manifest::read_whole(&path).unwrap(), of(2 << 20));
     }
 }

@@ -373,7 +373,9 @@ impl Target {
                 }
                 // The manifest first: a file would be in the way of the same command.
                 (Some((half, path)), Some(at)) => {
-                    manifest.write_before(&at, || half.name(&path)).map_err(|error| taken(&path, error))?;
+                    manifest
+                        .write_before(&at, || path.symlink_metadata().is_ok(), || half.name(&path))
+                        .map_err(|error| taken(&path, error))?;
                     OsFiles::default().sync_name(&path)
                 }
                 (Some((half, path)), None) => half.publish(&path).map_err(|error| taken(&path, error)),

@@ -8,10 +8,12 @@
 
 use std::collections::VecDeque;
 use std::pin::pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
+use spile_core::{Error, ErrorKind, Result};
 use tokio::sync::Notify;
 use tokio::time::timeout_at;
 use utoipa::ToSchema;
@@ -124,7 +126,13 @@ pub struct EventList {
     /// There were events between those that the caller knows and these which are not kept any more, or which a server before this one may have had. Look at the
     /// disks' state.
     pub missed: bool,
+    /// The server ends: no more events come from it.
+    #[serde(default)]
+    pub ended: bool,
 }
+
+/// How many callers may wait at a time. They hold connections to the control socket that others need.
+const MOST_WAITING: usize = 16;
 
 /// The events of this process.
 static EVENTS: LazyLock<Events> = LazyLock::new(Events::new);
@@ -140,7 +148,10 @@ pub fn tell(disk: Option<&str>, what: What) {
 }
 
 /// The events behind the number `after`; all that are kept when there is none. Waits for the first one, `patience` at most.
-pub async fn after(number: Option<u64>, patience: Duration) -> EventList {
+///
+/// # Errors
+/// `Exhausted` when too many callers wait already.
+pub async fn after(number: Option<u64>, patience: Duration) -> Result<EventList> {
     EVENTS.after(number, patience).await
 }
 
@@ -153,6 +164,16 @@ pub fn end() {
 struct Events {
     ring: Mutex<Ring>,
     changed: Notify,
+    waiting: AtomicUsize,
+}
+
+/// A caller that waits.
+struct Waiting<'a>(&'a AtomicUsize);
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 struct Ring {
@@ -165,7 +186,7 @@ struct Ring {
 impl Events {
     fn new() -> Self {
         let ring = Ring { events: VecDeque::new(), last: now_us(), has_ended: false };
-        Self { ring: Mutex::new(ring), changed: Notify::new() }
+        Self { ring: Mutex::new(ring), changed: Notify::new(), waiting: AtomicUsize::new(0) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Ring> {
@@ -184,27 +205,33 @@ impl Events {
         self.changed.notify_waiters();
     }
 
-    async fn after(&self, number: Option<u64>, patience: Duration) -> EventList {
+    async fn after(&self, number: Option<u64>, patience: Duration) -> Result<EventList> {
         let end = tokio::time::Instant::now() + patience;
+        let before = self.waiting.fetch_add(1, Ordering::Relaxed);
+        let _waiting = Waiting(&self.waiting);
+        if before >= MOST_WAITING && !patience.is_zero() {
+            let what = format!("{MOST_WAITING} callers wait for events already");
+            return Err(Error::new(ErrorKind::Exhausted, what).hint("ask without a wait (wait_ms=0)"));
+        }
         loop {
             let mut changed = pin!(self.changed.notified());
             // From here on no change is missed.
             changed.as_mut().enable();
-            let (list, has_ended) = self.now(number);
-            if !list.events.is_empty() || has_ended || list.missed || timeout_at(end, changed).await.is_err() {
-                return list;
+            let list = self.now(number);
+            if !list.events.is_empty() || list.ended || list.missed || timeout_at(end, changed).await.is_err() {
+                return Ok(list);
             }
         }
     }
 
-    fn now(&self, number: Option<u64>) -> (EventList, bool) {
+    fn now(&self, number: Option<u64>) -> EventList {
         let ring = self.lock();
         let events: Vec<_> =
             ring.events.iter().filter(|event| number.is_none_or(|known| event.number > known)).cloned().collect();
         let before = ring.last - ring.events.len() as u64;
         // A number of the future is no number of this server's.
         let missed = number.is_some_and(|known| known < before || known > ring.last);
-        (EventList { events, last: ring.last, missed }, ring.has_ended)
+        EventList { events, last: ring.last, missed, ended: ring.has_ended }
     }
 }
 
@@ -214,6 +241,8 @@ fn now_us() -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use futures_util::FutureExt as _;
+
     use super::*;
 
     fn said(text: &str) -> What {
@@ -228,21 +257,22 @@ mod tests {
     fn who_asks_again_misses_nothing_and_learns_what_is_gone() {
         run(async {
             let events = Events::new();
-            let begin = events.after(None, Duration::ZERO).await;
+            let after = async |number, patience| events.after(number, patience).await.unwrap();
+            let begin = after(None, Duration::ZERO).await;
             assert!(begin.events.is_empty() && !begin.missed);
             events.tell(Some("d"), said("one"));
-            let one = events.after(Some(begin.last), Duration::from_secs(9)).await;
+            let one = after(Some(begin.last), Duration::from_secs(9)).await;
             assert_eq!((one.events.len(), one.last, one.missed), (1, begin.last + 1, false));
             assert_eq!((one.events[0].disk.as_deref(), &one.events[0].what), (Some("d"), &said("one")));
             (0..KEPT).for_each(|_| events.tell(None, said("more")));
-            let more = events.after(Some(one.last), Duration::ZERO).await;
+            let more = after(Some(one.last), Duration::ZERO).await;
             assert_eq!((more.events.len(), more.missed), (KEPT, false));
             events.tell(None, said("too many"));
-            let more = events.after(Some(one.last), Duration::ZERO).await;
+            let more = after(Some(one.last), Duration::ZERO).await;
             assert_eq!((more.events.len(), more.missed), (KEPT, true));
             // Of a server before this one, and of none.
             for other in [begin.last - 1000, more.last + 1] {
-                assert!(events.after(Some(other), Duration::from_secs(9)).await.missed);
+                assert!(after(Some(other), Duration::from_secs(9)).await.missed);
             }
         });
     }
@@ -252,16 +282,24 @@ mod tests {
         run(async {
             const LONG: Duration = Duration::from_secs(600);
             let events = Events::new();
-            let last = events.after(None, Duration::ZERO).await.last;
-            assert!(events.after(Some(last), Duration::from_millis(1)).await.events.is_empty());
-            let (list, ()) = tokio::join!(events.after(Some(last), LONG), async { events.tell(None, said("now")) });
+            let after = async |number, patience| events.after(number, patience).await.unwrap();
+            let last = after(None, Duration::ZERO).await.last;
+            assert!(after(Some(last), Duration::from_millis(1)).await.events.is_empty());
+            let (list, ()) = tokio::join!(after(Some(last), LONG), async { events.tell(None, said("now")) });
             assert_eq!(list.events.len(), 1);
             let end = async {
                 events.lock().has_ended = true;
                 events.changed.notify_waiters();
             };
-            let (list, ()) = tokio::join!(events.after(Some(list.last), LONG), end);
-            assert!(list.events.is_empty());
+            let (list, ()) = tokio::join!(after(Some(list.last), LONG), end);
+            assert!(list.events.is_empty() && list.ended);
+            events.lock().has_ended = false;
+            let mut waiting: Vec<_> =
+                (0..MOST_WAITING).map(|_| Box::pin(events.after(Some(list.last), LONG))).collect();
+            assert!(waiting.iter_mut().all(|one| one.as_mut().now_or_never().is_none()));
+            assert_eq!(events.after(Some(list.last), LONG).await.unwrap_err().kind(), ErrorKind::Exhausted);
+            drop(waiting);
+            assert!(events.after(Some(list.last), Duration::from_millis(1)).await.is_ok());
         });
     }
 }

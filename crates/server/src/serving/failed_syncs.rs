@@ -16,6 +16,7 @@
 use std::fmt;
 use std::fs;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -66,17 +67,18 @@ struct Mark {
     /// When the file was made, in seconds and nanoseconds: a number in a file system is given again. `None` for a device: its node
     /// in `/dev` is made again while the device stays the same.
     born: Option<(i64, u32)>,
-    /// Nothing is lost when the export is still kept by this ([`kept`]): its server was gone, with writes that were not flushed, and no other one had come.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    kept: Option<String>,
     sync: FailedSync,
 }
 
-impl Mark {
-    /// True when it was not known whether something is lost, and it is known now: nothing is.
-    fn is_void_for(&self, store: &AnyStore) -> bool {
-        matches!((store, &self.kept), (AnyStore::Nbd(nbd), Some(kept)) if nbd.kept() == Some(kept))
-    }
+/// The server of an NBD export was gone, with writes of this host that were not flushed, and what has become of them is not known. Kept beside the marks, in a
+/// folder of its own.
+#[derive(Debug, Serialize, Deserialize)]
+struct Doubt {
+    boot: String,
+    /// Nothing is lost when the export is still kept by this ([`kept`]).
+    kept: String,
+    /// What is lost else.
+    sync: FailedSync,
 }
 
 /// The folder of marks.
@@ -87,43 +89,56 @@ impl Marks {
         Ok(Self(discovery::folder()?.join("failed-syncs")))
     }
 
+    /// The folder of [`Doubt`]s.
+    fn of_doubts() -> Result<Self> {
+        Ok(Self(discovery::folder()?.join("unflushed")))
+    }
+
+    /// Which folder this is, and when something was last noted in it or removed: an answer before and after means that no sync has failed in between, and that no
+    /// loss was accepted. It is made where there is none.
+    fn state(&self) -> Option<String> {
+        fs::create_dir_all(&self.0).ok()?;
+        let stat = fs::metadata(&self.0).ok()?;
+        Some(format!("{:x}-{}-{}.{:09}", stat.dev(), stat.ino(), stat.mtime(), stat.mtime_nsec()))
+    }
+
     fn place(&self, key: &str) -> PathBuf {
         self.0.join(format!("{key}.json"))
     }
 
-    /// Writes a mark, unless there is one of a loss that is certain: the first failure is the one to know.
-    fn write(&self, key: &str, born: Option<(i64, u32)>, kept: Option<&str>, sync: FailedSync) -> Result<()> {
-        if self.find(key, born).is_some_and(|mark| mark.kept.is_none()) {
-            return Ok(());
+    /// Writes a mark, unless there is one that counts: the first failure is the one to know.
+    fn write(&self, key: &str, born: Option<(i64, u32)>, sync: FailedSync) -> Result<()> {
+        match self.find(key, born) {
+            Some(_) => Ok(()),
+            None => self.put(key, &Mark { boot: boot(), born, sync }),
         }
+    }
+
+    fn put(&self, key: &str, what: &impl Serialize) -> Result<()> {
         let (place, new) = (self.place(key), self.place(&format!("{key}.{}", std::process::id())));
-        let mark = Mark { boot: boot(), born, kept: kept.map(str::to_owned), sync };
-        let text = serde_json::to_vec(&mark).map_err(|e| Error::io("write", e.into()))?;
+        let text = serde_json::to_vec(what).map_err(|e| Error::io("write", e.into()))?;
         fs::create_dir_all(&self.0)
             .and_then(|()| fs::write(&new, text))
             .and_then(|()| fs::rename(&new, &place))
             .map_err(|source| Error::io("write", source).at_path(&place))
     }
 
-    /// The mark of the store of this key, if it counts.
-    fn find(&self, key: &str, born: Option<(i64, u32)>) -> Option<Mark> {
+    /// The failed sync of the store of this key, if its mark counts.
+    fn find(&self, key: &str, born: Option<(i64, u32)>) -> Option<FailedSync> {
         let mark: Mark = serde_json::from_slice(&fs::read(self.place(key)).ok()?).ok()?;
-        (mark.boot == boot() && mark.born == born).then_some(mark)
+        (mark.boot == boot() && mark.born == born).then_some(mark.sync)
     }
 
-    /// Removes the mark of an export of which nothing is lost.
-    fn remove_doubt(&self, key: &str) -> Result<()> {
-        match self.find(key, None).is_some_and(|mark| mark.kept.is_some()) {
-            true => self.remove(key),
-            false => Ok(()),
-        }
+    /// The doubt of the export of this key, if it counts.
+    fn doubt(&self, key: &str) -> Option<Doubt> {
+        let doubt: Doubt = serde_json::from_slice(&fs::read(self.place(key)).ok()?).ok()?;
+        (doubt.boot == boot()).then_some(doubt)
     }
 
     /// The failed sync of a store, if it has a mark that counts.
     fn of_store(&self, store: &AnyStore) -> Option<FailedSync> {
         let (key, born) = known(store)?;
-        let mark = self.find(&key, born).filter(|mark| !mark.is_void_for(store))?;
-        Some(FailedSync { path: place(store), ..mark.sync })
+        self.find(&key, born).map(|failed| FailedSync { path: place(store), ..failed })
     }
 
     fn remove(&self, key: &str) -> Result<()> {
@@ -210,21 +225,18 @@ fn known_at(folder: BorrowedFd<'_>, path: &Path) -> Option<Known> {
     Some((key_of_file(id), born(&stat)))
 }
 
-/// By what a disk's bytes are kept, whatever becomes of its server: this boot of the host, and the files of its leaf. What was answered is in them, or in the
-/// kernel's cache of them. `None` when they are in memory or on another host.
+/// By what a disk's bytes are kept, whatever becomes of its server: this boot of the host, the files of its leaf, and that no sync was seen to fail
+/// since. What was answered is in these files, or in the kernel's cache of them. `None` when they are no files whose identity is certain, such as devices, memory and what lies
+/// on another host.
 pub fn kept(disk: &ServedDisk) -> Option<String> {
     let graph = disk.graph_now()?;
-    let files: Option<Vec<_>> = stores_of(&graph.handles()[0])
-        .map(|store| match store {
-            AnyStore::Nbd(_) => None,
-            _ => known(store),
-        })
-        .collect();
-    let name = |(key, born): (String, Option<(i64, u32)>)| match born {
-        Some((seconds, nanoseconds)) => format!(" {key} {seconds}.{nanoseconds:09}"),
-        None => format!(" {key}"),
-    };
-    Some(boot() + &files?.into_iter().map(name).collect::<String>())
+    let mut text = format!("{} {}", boot(), Marks::of_host().ok()?.state()?);
+    for store in stores_of(&graph.handles()[0]) {
+        let Some(FileId::File { device, .. }) = store.file_id() else { return None };
+        let identity = u128::from_be_bytes(store.file_identity()?);
+        text += &format!(" {device:x}-{identity:032x}");
+    }
+    Some(text)
 }
 
 /// From now on this process writes a mark for each sync that fails. Only the first call counts.
@@ -239,10 +251,12 @@ pub fn remember() {
     });
     spile_store::on_doubtful_export(|uri, kept| {
         let key = key_of_export(uri);
-        let sync = FailedSync::now(uri.to_owned(), rustix::io::Errno::IO.raw_os_error());
-        let noted = Marks::of_host().and_then(|marks| match kept {
-            Some(_) => marks.write(&key, None, kept, sync),
-            None => marks.remove_doubt(&key),
+        let noted = Marks::of_doubts().and_then(|doubts| match kept {
+            Some(kept) => {
+                let sync = FailedSync::now(uri.to_owned(), rustix::io::Errno::IO.raw_os_error());
+                doubts.put(&key, &Doubt { boot: boot(), kept: kept.to_owned(), sync })
+            }
+            None => doubts.remove(&key),
         });
         if let Err(error) = &noted {
             tracing::error!("{uri}: what becomes of writes that are not flushed cannot be noted: {error}");
@@ -256,7 +270,7 @@ fn note(known: Option<Known>, path: String, errno: i32) {
     tracing::error!("{sync}. Every flush of its disk fails from now on, until `spile accept-loss`");
     events::tell(None, What::SyncFailed(Said { message: sync.to_string() }));
     let unknown = || Error::new(ErrorKind::Io, "the file cannot be identified");
-    let written = known.ok_or_else(unknown).and_then(|(key, born)| Marks::of_host()?.write(&key, born, None, sync));
+    let written = known.ok_or_else(unknown).and_then(|(key, born)| Marks::of_host()?.write(&key, born, sync));
     if let Err(error) = written {
         tracing::error!("a server that is started after this one will not know of it: {error}");
     }
@@ -300,10 +314,12 @@ pub fn marked(graph: &Graph<HostStore>) -> Vec<FailedSync> {
 
 /// Finds the marks of a disk that was just opened for writing. When there is one, every flush of the disk fails from now on.
 pub fn recall(graph: &Graph<HostStore>) -> Vec<FailedSync> {
-    let found = marked(graph);
-    if let Err(error) = end_doubts(graph) {
-        tracing::error!("a mark of writes that are safe after all cannot be removed: {error}");
+    if let Err(error) = judge_doubts(graph) {
+        tracing::error!(
+            "writes may be lost that a server before this one had not flushed, and this cannot be noted: {error}"
+        );
     }
+    let found = marked(graph);
     // A flush goes to the leaf. What a parent has lost concerns it as well.
     if let (Some(failed), Some(leaf)) = (found.first(), stores(graph).next()) {
         leaf.recall_failed_sync(failed.errno);
@@ -311,15 +327,17 @@ pub fn recall(graph: &Graph<HostStore>) -> Vec<FailedSync> {
     found
 }
 
-/// Writes of a server before this one that were not flushed are safe: it is this server that keeps account of them from now on.
-fn end_doubts(graph: &Graph<HostStore>) -> Result<()> {
-    let marks = Marks::of_host()?;
+/// A server before this one did not know what had become of writes that were not flushed. Either they are safe, and it is this server that keeps account of them from now on,
+/// or they are lost.
+fn judge_doubts(graph: &Graph<HostStore>) -> Result<()> {
+    let (marks, doubts) = (Marks::of_host()?, Marks::of_doubts()?);
     for store in stores(graph) {
-        if let (AnyStore::Nbd(nbd), Some((key, born))) = (store, known(store))
-            && marks.find(&key, born).is_some_and(|mark| mark.is_void_for(store))
-        {
-            nbd.set_unflushed();
-            marks.remove(&key)?;
+        let (AnyStore::Nbd(nbd), Some((key, born))) = (store, known(store)) else { continue };
+        let Some(doubt) = doubts.doubt(&key) else { continue };
+        // The note stays until all is flushed.
+        if !nbd.take_on(&doubt.kept) {
+            marks.write(&key, born, doubt.sync)?;
+            doubts.remove(&key)?;
         }
     }
     Ok(())
@@ -413,9 +431,11 @@ pub fn accept_at(at: &Locator) -> Result<Option<FailedSync>> {
     };
     let Some((key, born)) = known else { return Ok(None) };
     let marks = Marks::of_host()?;
-    let found = marks.find(&key, born);
+    let doubts = Marks::of_doubts()?;
+    let found = marks.find(&key, born).or_else(|| doubts.doubt(&key).map(|doubt| doubt.sync));
     marks.remove(&key)?;
-    Ok(found.map(|mark| mark.sync))
+    doubts.remove(&key)?;
+    Ok(found)
 }
 
 #[cfg(test)]
@@ -430,12 +450,6 @@ mod tests {
 
     use super::*;
 
-    impl Marks {
-        fn sync_of(&self, key: &str, born: Option<(i64, u32)>) -> Option<FailedSync> {
-            self.find(key, born).map(|mark| mark.sync)
-        }
-    }
-
     fn sync(errno: i32) -> FailedSync {
         FailedSync { path: "/d/a.raw".to_owned(), errno, at_unix_s: 7 }
     }
@@ -445,34 +459,37 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let marks = Marks(dir.path().join("failed-syncs"));
         let born = Some((5, 6));
-        assert_eq!(marks.sync_of("k", born), None);
-        marks.write("k", born, None, sync(5)).unwrap();
-        marks.write("k", born, None, sync(28)).unwrap();
-        assert_eq!(marks.sync_of("k", born), Some(sync(5)));
-        assert_eq!((marks.sync_of("k", None), marks.sync_of("other", born)), (None, None));
-        marks.write("k", Some((9, 9)), None, sync(28)).unwrap();
-        assert_eq!(marks.sync_of("k", Some((9, 9))), Some(sync(28)), "the mark of a file that is gone stays");
+        assert_eq!(marks.find("k", born), None);
+        marks.write("k", born, sync(5)).unwrap();
+        marks.write("k", born, sync(28)).unwrap();
+        assert_eq!(marks.find("k", born), Some(sync(5)));
+        assert_eq!((marks.find("k", None), marks.find("other", born)), (None, None));
+        marks.write("k", Some((9, 9)), sync(28)).unwrap();
+        assert_eq!(marks.find("k", Some((9, 9))), Some(sync(28)), "the mark of a file that is gone stays");
         let text = fs::read_to_string(marks.place("k")).unwrap();
         fs::write(marks.place("k"), text.replace(&boot(), "another boot")).unwrap();
-        assert_eq!(marks.sync_of("k", Some((9, 9))), None);
+        assert_eq!(marks.find("k", Some((9, 9))), None);
         marks.remove("k").unwrap();
         marks.remove("k").unwrap();
     }
 
+    /// Whoever has heard the one and then the other knows that a sync has failed in between.
     #[test]
-    fn a_loss_takes_the_place_of_a_doubt_and_the_end_of_doubts_does_not_touch_it() {
+    fn a_mark_and_its_end_change_what_is_said_of_the_folder() {
         let dir = tempfile::tempdir().unwrap();
         let marks = Marks(dir.path().join("failed-syncs"));
-        marks.remove_doubt("k").unwrap();
-        marks.write("k", None, Some("here"), sync(5)).unwrap();
-        assert_eq!(marks.find("k", None).unwrap().kept.as_deref(), Some("here"));
-        marks.remove_doubt("k").unwrap();
-        assert!(marks.find("k", None).is_none());
-        for kept in [Some("here"), Some("there"), None, Some("here")] {
-            marks.write("k", None, kept, sync(5)).unwrap();
-        }
-        marks.remove_doubt("k").unwrap();
-        assert_eq!(marks.find("k", None).unwrap().kept, None);
+        let before = marks.state().unwrap();
+        assert_eq!(marks.state().as_ref(), Some(&before));
+        let changed = |change: &dyn Fn()| {
+            // Times of files go on in steps of some milliseconds.
+            thread::sleep(std::time::Duration::from_millis(30));
+            let before = marks.state();
+            change();
+            assert_ne!(marks.state(), before);
+        };
+        changed(&|| marks.write("k", None, sync(5)).unwrap());
+        changed(&|| marks.remove("k").unwrap());
+        assert!(marks.doubt("k").is_none());
     }
 
     #[test]
@@ -495,7 +512,7 @@ mod tests {
             AnyStore::File(FileStore::open(&path, OpenMode::ReadWrite, CacheMode::Page).unwrap())
         });
         let (key, born) = known(&parent).unwrap();
-        marks.write(&key, born, None, sync(28)).unwrap();
+        marks.write(&key, born, sync(28)).unwrap();
         leaf.recall_failed_sync(5);
         let is_over = AtomicBool::new(false);
         thread::scope(|scope| {

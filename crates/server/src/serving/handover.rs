@@ -120,7 +120,10 @@ impl Server {
         disks::leave_waiting(&self.disks);
         let connections = within("what is in flight is not answered", DRAIN_BOUND, || fronts.hand_over());
         // From here to the end others find the disks' files busy, also while nobody has them open.
-        let _promised = promise(&self.disks);
+        let _promised = match self.opening.no_lock {
+            true => Vec::new(),
+            false => within("the disks' files cannot be promised", DRAIN_BOUND, || promise(&self.disks)),
+        };
         let (sizes, served, policies) = (self.sizes(), disks::exported(&self.disks), disks::policies(&self.disks));
         let shapes = disks::shapes(&self.disks);
         let limits = Kept::of(&self.disks, &self.opening.groups);
@@ -197,12 +200,13 @@ impl Server {
     }
 }
 
-/// Keeps everybody but this server and its successor from opening the files of these disks, as long as what is returned lives. What cannot be promised is
-/// only less safe.
+/// Keeps everybody but this server and its successor from opening the files that these disks write, as long as what is returned lives: others may read
+/// the parents. What cannot be promised is only less safe.
 fn promise(disks: &[Open]) -> Vec<File> {
     take_promised();
-    let graphs: Vec<_> = disks.iter().filter_map(|open| open.disk.graph_now()).collect();
-    let stores = graphs.iter().flat_map(|graph| failed_syncs::stores(graph));
+    let written = disks.iter().filter(|open| !open.read_only);
+    let graphs: Vec<_> = written.filter_map(|open| open.disk.graph_now()).collect();
+    let stores = graphs.iter().flat_map(|graph| failed_syncs::stores_of(&graph.handles()[0]));
     let promise = |store: &AnyStore| {
         let id = store.file_id()?;
         let file = File::open(store.path()).ok()?;

@@ -186,7 +186,16 @@ pub async fn make(path: &Path, format: Format, new: &NewImage, no_lock: bool) ->
 /// # Errors
 /// `Exists`; the system's.
 pub fn publish(half: HalfMade, path: &Path) -> Result<()> {
-    half.publish(path).map_err(|error| if error.kind() == ErrorKind::Exists { taken(path) } else { error })
+    give_name(half, path)?;
+    OsFiles::default().sync_name(path)
+}
+
+/// As [`publish`], of a disk whose name needs not be durable yet.
+///
+/// # Errors
+/// As there.
+pub fn give_name(half: HalfMade, path: &Path) -> Result<()> {
+    half.name(path).map_err(|error| if error.kind() == ErrorKind::Exists { taken(path) } else { error })
 }
 
 fn taken(path: &Path) -> Error {

@@ -11,7 +11,7 @@ use spile_server::new_file::{HalfMade, folder_of};
 use spile_server::parents::{check_place, real};
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 
-use super::create::{make, publish, take_space};
+use super::create::{give_name, make, publish, take_space};
 use super::options::Preallocate;
 use super::space;
 
@@ -157,5 +157,7 @@ pub async fn create_with(
     let is_elsewhere = real(folder_of(path)).ok().as_deref() != data_file.path.parent();
     // In one folder, their names become durable together.
     let durable = if is_elsewhere { OsFiles::default().sync_name(&data_file.path) } else { Ok(()) };
-    durable.and_then(|()| publish(half, path)).inspect_err(|_| data_file.take_back())
+    // What has its name stays, and needs the data file, also when that is not durable.
+    durable.and_then(|()| give_name(half, path)).inspect_err(|_| data_file.take_back())?;
+    OsFiles::default().sync_name(path)
 }

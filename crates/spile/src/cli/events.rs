@@ -86,7 +86,7 @@ fn hear(socket: &Path, follow: bool, sender: &mpsc::Sender<Result<DiskEvent>>) -
                 return Ok(());
             }
         }
-        if !follow {
+        if !follow || list.ended {
             return Ok(());
         }
         let path = format!("/v1/events?after={}&wait_ms={}", list.last, WAIT.as_millis());

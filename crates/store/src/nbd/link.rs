@@ -41,8 +41,8 @@ type Remember = Box<dyn Fn(&str, Option<&str>) -> bool + Send + Sync>;
 static DOUBTFUL_EXPORT: OnceLock<Remember> = OnceLock::new();
 
 /// Has `remember` called when a connection is lost with writes that were not flushed, and the server has said by what it keeps them
-/// ([`KEPT_CONTEXT`](spile_nbd_wire::handshake::KEPT_CONTEXT)): with that, and with `None` when the next server has said the same. When it says something else,
-/// the export has lost them ([`on_lost_export`]). In a process that does not call this function, or where `remember` returns false, they count as
+/// ([`KEPT_CONTEXT`](spile_nbd_wire::handshake::KEPT_CONTEXT)): with that, and with `None` once a flush has covered them, after the next server has said the same. When it says
+/// something else, the export has lost them ([`on_lost_export`]). In a process that does not call this function, or where `remember` returns false, they count as
 /// lost at once. A process that comes after this one has to compare, too. Only the first call of this function counts.
 pub fn on_doubtful_export(remember: impl Fn(&str, Option<&str>) -> bool + Send + Sync + 'static) {
     let _ = DOUBTFUL_EXPORT.set(Box::new(remember));
@@ -53,6 +53,15 @@ const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(4);
 /// Requests that leave with one send.
 const SEND_CALLS: usize = 64;
+
+/// What is not known of writes that were answered.
+#[derive(Default)]
+struct Doubts {
+    /// How many links do not know what has become of theirs.
+    links: usize,
+    /// It is noted for the process that comes after this one. The note stays until all is flushed.
+    is_noted: bool,
+}
 
 /// What all links to an export share.
 pub(super) struct Export {
@@ -67,8 +76,7 @@ pub(super) struct Export {
     lost: AtomicBool,
     /// Whoever writes to it keeps account of what may be lost ([`Store::set_copy`](spile_core::Store::set_copy)).
     is_copy: AtomicBool,
-    /// How many links do not know what has become of writes.
-    doubts: Mutex<usize>,
+    doubts: Mutex<Doubts>,
     /// By what the export was kept when it was opened.
     kept: Option<String>,
     /// Connections that were lost, and requests that failed after that: how many go to the log.
@@ -123,25 +131,45 @@ impl Export {
 impl Export {
     /// A link does not know what has become of writes that `kept` has kept. False when they count as lost.
     fn doubt(&self, kept: Option<&str>) -> bool {
-        let (Some(kept), Some(remember)) = (kept, DOUBTFUL_EXPORT.get()) else { return false };
+        let Some(kept) = kept else { return false };
+        let mut doubts = relock(&self.doubts);
         // Who writes a copy writes again what was not flushed: it wants to hear of a loss at once.
-        if self.has_lost() || self.is_copy.load(Ordering::Acquire) {
+        if self.has_lost() || self.is_copy.load(Ordering::Acquire) || !self.note(Some(kept)) {
             return false;
         }
-        let mut doubts = relock(&self.doubts);
-        let is_remembered = *doubts > 0 || remember(&self.path.display().to_string(), Some(kept));
-        *doubts += usize::from(is_remembered);
-        is_remembered
+        doubts.links += 1;
+        doubts.is_noted = true;
+        true
+    }
+
+    fn note(&self, kept: Option<&str>) -> bool {
+        DOUBTFUL_EXPORT.get().is_some_and(|remember| remember(&self.path.display().to_string(), kept))
     }
 
     /// A link knows again.
     fn end_doubt(&self, is_kept: bool) {
         let mut doubts = relock(&self.doubts);
-        *doubts -= 1;
+        doubts.links = doubts.links.saturating_sub(1);
+        drop(doubts);
         if !is_kept {
             self.lose();
-        } else if let (0, false, Some(remember)) = (*doubts, self.has_lost(), DOUBTFUL_EXPORT.get()) {
-            remember(&self.path.display().to_string(), None);
+        }
+    }
+
+    /// All that was answered before a flush is flushed: nothing has to be noted of it.
+    pub(super) fn has_flushed(&self) {
+        let mut doubts = relock(&self.doubts);
+        if doubts.is_noted && doubts.links == 0 && self.note(None) {
+            doubts.is_noted = false;
+        }
+    }
+
+    /// What was in doubt does not matter any more: its loss is accepted.
+    pub(super) fn forget_doubts(&self) {
+        let mut doubts = relock(&self.doubts);
+        doubts.links = 0;
+        if doubts.is_noted && self.note(None) {
+            doubts.is_noted = false;
         }
     }
 }
@@ -232,9 +260,21 @@ impl Link {
         self.work.notify();
     }
 
-    /// Counts as a link with a write that was answered and not flushed: one of a process before this.
-    pub(super) fn set_unflushed(&self) {
-        relock(&self.state).answered += 1;
+    /// Takes on writes of a process before this one that were answered and not flushed, if the server keeps them by `kept`.
+    pub(super) fn take_on(&self, kept: &str) -> bool {
+        let mut state = relock(&self.state);
+        if state.in_doubt || state.kept.as_deref() != Some(kept) {
+            return false;
+        }
+        state.answered += 1;
+        drop(state);
+        relock(&self.export.doubts).is_noted = true;
+        true
+    }
+
+    /// What is in doubt is taken for lost, and that is accepted.
+    pub(super) fn forget_doubt(&self) {
+        relock(&self.state).in_doubt = false;
     }
 
     /// True when writes of this link were answered and no completed flush of this link has covered them.

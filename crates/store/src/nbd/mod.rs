@@ -183,18 +183,11 @@ impl NbdStore {
         link.clone()
     }
 
-    /// By what the server said that it keeps the export when the store was opened
-    /// ([`KEPT_CONTEXT`](spile_nbd_wire::handshake::KEPT_CONTEXT)).
-    pub fn kept(&self) -> Option<&str> {
-        self.inner.export.kept()
-    }
-
-    /// Says that a process before this one may have left writes that were not flushed.
-    pub fn set_unflushed(&self) {
-        // Any of them will do, and the first was made with the store.
-        if let Some(link) = relock(&self.inner.links).iter().flatten().next() {
-            link.set_unflushed();
-        }
+    /// Takes on writes that a process before this one may have left without a flush, when the server keeps the export by `kept`
+    /// ([`KEPT_CONTEXT`](spile_nbd_wire::handshake::KEPT_CONTEXT)). False when it keeps it by something else: they may be lost.
+    pub fn take_on(&self, kept: &str) -> bool {
+        // Any link will do, and the first was made with the store.
+        relock(&self.inner.links).iter().flatten().next().is_some_and(|link| link.take_on(kept))
     }
 
     /// True when something that was answered may be gone: no sync succeeds then.
@@ -204,6 +197,10 @@ impl NbdStore {
 
     /// Says that something is gone, as an earlier process has seen, or that somebody accepts that.
     pub fn set_lost(&self, has_lost: bool) {
+        if !has_lost {
+            relock(&self.inner.links).iter().flatten().for_each(|link| link.forget_doubt());
+            self.inner.export.forget_doubts();
+        }
         self.inner.export.set_lost(has_lost);
     }
 
@@ -370,7 +367,7 @@ impl Store for NbdStore {
             // What failed to be flushed is not tried again.
             Err(error) if export.has_lost() => Err(error.permanent()),
             Err(error) => Err(error),
-            Ok(()) => export.check_kept(),
+            Ok(()) => export.check_kept().inspect(|()| export.has_flushed()),
         }
     }
 

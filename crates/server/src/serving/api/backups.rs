@@ -49,17 +49,18 @@ impl View {
             }
         }
         self.spawn(move || backup::run(backups, options));
-        for (_, job) in &begun {
-            if let Err(refused) = job.job().accepted().await {
-                forget(&begun);
-                return Err(refused);
-            }
-        }
+        // At once: a caller that hangs up takes what comes after its wait along.
         for (jobs, job) in begun.clone() {
             self.spawn(move || async move {
                 job.job().over().await;
                 jobs.tell_end(&job);
             });
+        }
+        for (_, job) in &begun {
+            if let Err(refused) = job.job().accepted().await {
+                forget(&begun);
+                return Err(refused);
+            }
         }
         begun.iter().map(|(_, job)| self.job(server, job.id())).collect()
     }

@@ -461,7 +461,7 @@ async fn events(RawQuery(query): RawQuery) -> Answer {
             _ => return Err(unknown_key(key).into()),
         }
     }
-    Ok(json(StatusCode::OK, &events::after(after, Duration::from_millis(wait_ms)).await))
+    Ok(json(StatusCode::OK, &events::after(after, Duration::from_millis(wait_ms)).await?))
 }
 
 fn unknown_key(key: &str) -> Error {
