@@ -134,11 +134,14 @@ impl<D: Disk> ServerState<D> {
 
     fn each_offer(&self) -> impl Iterator<Item = Offer> {
         let offers = self.offers.iter().zip(&self.exports);
-        let now = |(offer, export): (&Offer, &LiveExport<D>)| Offer {
-            size_bytes: export.disk().map_or(offer.size_bytes, |disk| disk.info().size_bytes),
-            checkpoints: export.checkpoints().map_or_else(Vec::new, |checkpoints| checkpoints.names()),
-            kept: export.disk().and_then(|disk| (export.kept)(&disk)),
-            ..offer.clone()
+        let now = |(offer, export): (&Offer, &LiveExport<D>)| {
+            let disk = export.disk();
+            Offer {
+                size_bytes: disk.as_ref().map_or(offer.size_bytes, |disk| disk.info().size_bytes),
+                checkpoints: export.checkpoints().map_or_else(Vec::new, |checkpoints| checkpoints.names()),
+                kept: disk.and_then(|disk| (export.kept)(&disk)),
+                ..offer.clone()
+            }
         };
         offers.map(now)
     }

@@ -15,6 +15,7 @@ use spile_front_nbd::{Export, Found, Server as NbdServer, ServerConfig};
 use spile_image::layer::{Identity, Layer as _};
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::motion::{ANSWER, ANSWER_BYTES, ReceivedPlace, Receiver};
+use spile_life::names;
 use spile_node::{Node, Policy};
 use spile_store::{HostFiles, HostStore};
 
@@ -385,7 +386,7 @@ impl House {
         let checkpoints = Checkpoints::none(self.access);
         if !read_only {
             // Whoever copies to a half sends again what a failed sync may have lost.
-            if place.path.file_name().is_some_and(|of_disk| of_disk == name) {
+            if names::disk_of_half(&place.path).is_none() {
                 failed_syncs::recall(&graph);
             }
             checkpoints.open_own(&graph).await?;

@@ -235,7 +235,8 @@ impl Events {
     }
 }
 
-fn now_us() -> u64 {
+/// Now, in microseconds since 1970-01-01 UTC.
+pub fn now_us() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_micros() as u64)
 }
 

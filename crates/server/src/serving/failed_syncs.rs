@@ -18,9 +18,9 @@ use std::fs;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{AtFlags, Statx, StatxFlags, makedev, statx};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use spile_core::{Env, Error, ErrorKind, Locator, Result, Store};
 use spile_engine::OsEnv;
@@ -47,8 +47,7 @@ pub struct FailedSync {
 
 impl FailedSync {
     fn now(path: String, errno: i32) -> Self {
-        let at_unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-        Self { path, errno, at_unix_s }
+        Self { path, errno, at_unix_s: OsEnv.now_unix_s() }
     }
 }
 
@@ -125,14 +124,17 @@ impl Marks {
 
     /// The failed sync of the store of this key, if its mark counts.
     fn find(&self, key: &str, born: Option<(i64, u32)>) -> Option<FailedSync> {
-        let mark: Mark = serde_json::from_slice(&fs::read(self.place(key)).ok()?).ok()?;
+        let mark: Mark = self.read(key)?;
         (mark.boot == boot() && mark.born == born).then_some(mark.sync)
     }
 
     /// The doubt of the export of this key, if it counts.
     fn doubt(&self, key: &str) -> Option<Doubt> {
-        let doubt: Doubt = serde_json::from_slice(&fs::read(self.place(key)).ok()?).ok()?;
-        (doubt.boot == boot()).then_some(doubt)
+        self.read(key).filter(|doubt: &Doubt| doubt.boot == boot())
+    }
+
+    fn read<T: DeserializeOwned>(&self, key: &str) -> Option<T> {
+        serde_json::from_slice(&fs::read(self.place(key)).ok()?).ok()
     }
 
     /// The failed sync of a store, if it has a mark that counts.

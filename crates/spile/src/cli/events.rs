@@ -2,13 +2,13 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use clap::Args;
 use spile_core::{Error, ErrorKind, Result, format_size};
 use spile_server::serving::api::client::{LOOK_PATIENCE, ask};
 use spile_server::serving::api::discovery::{self, find_disk};
-use spile_server::serving::events::{DiskEvent, EventList, What};
+use spile_server::serving::events::{DiskEvent, EventList, What, now_us};
 
 use super::{Exit, say};
 use crate::log::{complain, printable};
@@ -105,8 +105,7 @@ fn show(event: &DiskEvent, json: bool) -> Result<()> {
         say(line);
         return Ok(());
     }
-    let now_us = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_micros() as u64);
-    let ago = format_us(now_us.saturating_sub(event.at_unix_us) as f64);
+    let ago = format_us(now_us().saturating_sub(event.at_unix_us) as f64);
     let disk = event.disk.as_deref().unwrap_or("-");
     say(printable(&format!("{ago} ago  {disk}: {}", text(&event.what))));
     Ok(())

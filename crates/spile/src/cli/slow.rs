@@ -1,12 +1,11 @@
 //! `spile slow`: the slowest requests of a disk, and where their time went.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
 use spile_core::Result;
 use spile_server::serving::api::client::{LOOK_PATIENCE, ask};
 use spile_server::serving::api::slow::{SlowRequest, SlowRequests};
+use spile_server::serving::events::now_us;
 
 use super::control::{Which, path_of};
 use super::{Exit, print_json, say};
@@ -38,7 +37,7 @@ pub fn run(args: &SlowArgs) -> Result<Exit> {
     if args.json {
         return print_json(&slow).map(|()| Exit::Ok);
     }
-    let now_us = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_micros() as u64);
+    let now_us = now_us();
     for (title, requests) in [("in flight", &slow.in_flight), ("slowest", &slow.answered)] {
         if !requests.is_empty() {
             say(table(title, requests, now_us));

@@ -84,9 +84,7 @@ pub fn preallocate(file: &File, dst: &Path, virtual_bytes: u64) -> Result<()> {
     if len < virtual_bytes {
         return Err(is_thin(dst));
     }
-    check(folder_of(dst), dst, len)?;
-    fallocate(file, FallocateFlags::empty(), 0, len)
-        .map_err(|e| Error::io("cannot take the disk's space", e.into()).at_path(dst))
+    take(file, dst, FallocateFlags::empty(), len)
 }
 
 /// As [`preallocate`], of a file that holds nothing yet, and holds nothing and has no length afterwards either: a process that is killed leaves it as it was.
@@ -94,9 +92,12 @@ pub fn preallocate(file: &File, dst: &Path, virtual_bytes: u64) -> Result<()> {
 /// # Errors
 /// As there.
 pub fn reserve(file: &File, dst: &Path, len_bytes: u64) -> Result<()> {
+    take(file, dst, FallocateFlags::KEEP_SIZE, len_bytes)
+}
+
+fn take(file: &File, dst: &Path, how: FallocateFlags, len_bytes: u64) -> Result<()> {
     check(folder_of(dst), dst, len_bytes)?;
-    fallocate(file, FallocateFlags::KEEP_SIZE, 0, len_bytes)
-        .map_err(|e| Error::io("cannot take the disk's space", e.into()).at_path(dst))
+    fallocate(file, how, 0, len_bytes).map_err(|e| Error::io("cannot take the disk's space", e.into()).at_path(dst))
 }
 
 /// What is written at once.

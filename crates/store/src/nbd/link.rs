@@ -126,9 +126,7 @@ impl Export {
             hear(&self.path.display().to_string());
         }
     }
-}
 
-impl Export {
     /// A link does not know what has become of writes that `kept` has kept. False when they count as lost.
     fn doubt(&self, kept: Option<&str>) -> bool {
         let Some(kept) = kept else { return false };
@@ -148,9 +146,10 @@ impl Export {
 
     /// A link knows again.
     fn end_doubt(&self, is_kept: bool) {
-        let mut doubts = relock(&self.doubts);
-        doubts.links = doubts.links.saturating_sub(1);
-        drop(doubts);
+        {
+            let mut doubts = relock(&self.doubts);
+            doubts.links = doubts.links.saturating_sub(1);
+        }
         if !is_kept {
             self.lose();
         }
@@ -158,17 +157,18 @@ impl Export {
 
     /// All that was answered before a flush is flushed: nothing has to be noted of it.
     pub(super) fn has_flushed(&self) {
-        let mut doubts = relock(&self.doubts);
-        if doubts.is_noted && doubts.links == 0 && self.note(None) {
-            doubts.is_noted = false;
-        }
+        self.end_note(&mut relock(&self.doubts));
     }
 
     /// What was in doubt does not matter any more: its loss is accepted.
     pub(super) fn forget_doubts(&self) {
         let mut doubts = relock(&self.doubts);
         doubts.links = 0;
-        if doubts.is_noted && self.note(None) {
+        self.end_note(&mut doubts);
+    }
+
+    fn end_note(&self, doubts: &mut Doubts) {
+        if doubts.is_noted && doubts.links == 0 && self.note(None) {
             doubts.is_noted = false;
         }
     }

@@ -1,11 +1,11 @@
 //! The slowest requests of a disk: the body of `GET /v1/disks/{name}/slow`.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use serde::{Deserialize, Serialize};
 use spile_core::metrics::now_ns;
 use spile_core::metrics::span::{PHASES, Record, SpanLog};
 use utoipa::ToSchema;
+
+use crate::serving::events::now_us;
 
 /// The most requests in each of the two lists.
 const MAX_REQUESTS: usize = 16;
@@ -97,7 +97,7 @@ struct Now {
 
 impl Now {
     fn read() -> Self {
-        let unix_us = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_micros() as u64);
+        let unix_us = now_us();
         Self { ns: now_ns(), unix_us }
     }
 }

@@ -3,7 +3,7 @@
 use std::fs;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
@@ -34,7 +34,12 @@ pub fn receive(dir: &Path) -> Served {
 
 /// A host that takes disks in for `folder`.
 pub fn receive_in(dir: &Path, folder: &str) -> Served {
-    let (mut command, socket) = (spile(), dir.join(format!("{folder}.nbd")));
+    receive_by(spile(), dir, folder)
+}
+
+/// As [`receive_in`], by a command that runs the program on the arguments that it is given.
+fn receive_by(mut command: Command, dir: &Path, folder: &str) -> Served {
+    let socket = dir.join(format!("{folder}.nbd"));
     command.args(["receive", folder, "--nbd", &format!("unix:{folder}.nbd")]).current_dir(dir).stdout(Stdio::null());
     let there = Served { child: command.spawn().unwrap(), socket };
     eventually("it answers", || UnixStream::connect(&there.socket).is_ok());
@@ -46,7 +51,7 @@ pub fn receive_after_reboot(dir: &Path) -> Option<Served> {
     std::fs::write(dir.join("boot_id"), "00112233-4455-6677-8899-aabbccddeeff\n").unwrap();
     let mount = "mount --bind boot_id /proc/sys/kernel/random/boot_id";
     let may = ["-rm", "-m"].into_iter().find(|how| {
-        let mut command = std::process::Command::new("unshare");
+        let mut command = Command::new("unshare");
         command
             .args([how, "sh", "-c", mount])
             .current_dir(dir)
@@ -55,13 +60,10 @@ pub fn receive_after_reboot(dir: &Path) -> Option<Served> {
             .is_ok_and(|done| done.success())
     });
     let program = spile();
-    let mut command = std::process::Command::new("unshare");
+    let mut command = Command::new("unshare");
     command.args([may?, "sh", "-c", &format!("{mount} && exec \"$@\""), "sh"]).arg(program.get_program());
     command.envs(program.get_envs().filter_map(|(key, value)| Some((key, value?))));
-    command.args(["receive", "there", "--nbd", "unix:there.nbd"]).current_dir(dir).stdout(Stdio::null());
-    let there = Served { child: command.spawn().unwrap(), socket: dir.join("there.nbd") };
-    eventually("it answers", || UnixStream::connect(&there.socket).is_ok());
-    Some(there)
+    Some(receive_by(command, dir, "there"))
 }
 
 /// Where the disk `name` goes at the host of [`receive`].
