@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use spile_core::metrics::{Meter, Op};
-use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, Io, Result};
+use spile_core::{Disk, DiskInfo, Epoch, Extent, ExtentStatus, Io, Result};
 
 /// A disk that is measured.
 pub struct Measured<D> {
@@ -33,6 +33,10 @@ impl<D: Disk> Disk for Measured<D> {
 
     async fn resize(&self, size_bytes: u64) -> Result<()> {
         self.meter.measure(Op::Other, 0, self.inner.resize(size_bytes)).await
+    }
+
+    fn follows(&self, epochs: &[Arc<dyn Epoch>]) {
+        self.inner.follows(epochs);
     }
 
     async fn close(&self) -> Result<()> {

@@ -1,5 +1,8 @@
 //! [`Disk`]: what a front sees, whatever lies behind it.
 
+use std::pin::Pin;
+use std::sync::Arc;
+
 use crate::{Extent, Io, Result, Segments, WriteZeroes};
 
 /// What a front must know of a disk.
@@ -56,6 +59,15 @@ pub struct ExtentStatus {
     pub kind: ExtentKind,
     /// How many parents down its bytes lie: 0 is the leaf. Meaningless for a hole.
     pub depth: u16,
+}
+
+/// The requests that were let in to a disk between two exchanges of what lies behind it.
+pub trait Epoch: Send + Sync {
+    /// True when all of them have ended.
+    fn has_ended(&self) -> bool;
+
+    /// Waits until all of them have ended.
+    fn ended(&self) -> Pin<Box<dyn Future<Output = ()> + Send + '_>>;
 }
 
 /// A virtual disk. All methods take the whole length or return an error; requests may overlap in time and
@@ -143,11 +155,17 @@ pub trait Disk: Send + Sync + 'static {
     /// that the disk was opened with; `ReadOnly`; `Unsupported` where the disk cannot grow while it is in use.
     fn resize(&self, size_bytes: u64) -> impl Future<Output = Result<()>>;
 
+    /// This disk is about to take the place of another, whose requests of these epochs may still be in flight: they end there, and may change what this
+    /// disk has in common with it. Whoever exchanges disks says so before the first request comes here, with no epochs if there was none before.
+    fn follows(&self, epochs: &[Arc<dyn Epoch>]) {
+        let _ = epochs;
+    }
+
     /// Orderly end: flush, then leave the image as other programs expect it. No request may be in flight.
     fn close(&self) -> impl Future<Output = Result<()>>;
 }
 
-impl<D: Disk> Disk for std::sync::Arc<D> {
+impl<D: Disk> Disk for Arc<D> {
     fn info(&self) -> DiskInfo {
         (**self).info()
     }
@@ -171,6 +189,9 @@ impl<D: Disk> Disk for std::sync::Arc<D> {
     }
     fn resize(&self, size_bytes: u64) -> impl Future<Output = Result<()>> {
         (**self).resize(size_bytes)
+    }
+    fn follows(&self, epochs: &[Arc<dyn Epoch>]) {
+        (**self).follows(epochs);
     }
     fn close(&self) -> impl Future<Output = Result<()>> {
         (**self).close()

@@ -19,7 +19,7 @@ mod store;
 mod units;
 mod yield_now;
 
-pub use disk::{Disk, DiskInfo, ExtentKind, ExtentStatus};
+pub use disk::{Disk, DiskInfo, Epoch, ExtentKind, ExtentStatus};
 pub use error::{Error, ErrorKind, Result, ResultExt};
 pub use extent::{Extent, GuestOffset, StoreOffset};
 pub use io::{Io, Op, WriteZeroes};

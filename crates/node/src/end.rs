@@ -1,9 +1,11 @@
 //! [`End`]: a moment that comes once and that many may wait for.
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use event_listener::Event;
+use spile_core::Epoch;
 
 /// Tells whether the last [`Ender`] is gone.
 #[derive(Default)]
@@ -35,6 +37,16 @@ impl End {
                 listener.await;
             }
         }
+    }
+}
+
+impl Epoch for End {
+    fn has_ended(&self) -> bool {
+        self.has_come()
+    }
+
+    fn ended(&self) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        Box::pin(self.wait())
     }
 }
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use async_lock::MutexGuard;
-use spile_core::{Disk, Error, ErrorKind, Result};
+use spile_core::{Disk, Epoch, Error, ErrorKind, Result};
 
 use crate::end::End;
 use crate::node::Node;
@@ -107,9 +107,10 @@ impl<G: Disk> ClosedGates<'_, G> {
 
 impl<G: Disk> Gate<'_, G> {
     fn open(mut self) -> OldEpoch<G> {
-        let new = self.new.clone();
-        let graph = std::mem::replace(&mut self.control.graph, new);
-        OldEpoch { graph, ends: self.control.epochs.clone() }
+        let (new, ends) = (self.new.clone(), self.control.epochs.clone());
+        let epochs: Vec<_> = ends.iter().map(|end| end.clone() as Arc<dyn Epoch>).collect();
+        new.follows(&epochs);
+        OldEpoch { graph: std::mem::replace(&mut self.control.graph, new), ends }
     }
 }
 

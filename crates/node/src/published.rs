@@ -140,6 +140,7 @@ pub(crate) struct Published<G> {
 impl<G: Disk> Published<G> {
     pub(crate) fn new(graph: Arc<G>) -> Self {
         let info = graph.info();
+        graph.follows(&[]);
         let control = Control {
             graph: graph.clone(),
             stages: Stages::default(),

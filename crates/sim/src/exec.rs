@@ -20,6 +20,8 @@ type Task = Pin<Box<dyn Future<Output = ()>>>;
 thread_local! {
     /// What was begun beside the requests of the run on this thread, and is no task of the executor yet.
     static BESIDE: RefCell<Vec<(Process, Task)>> = const { RefCell::new(Vec::new()) };
+    /// After how many more steps the run on this thread is to end, when a task has said so.
+    static ENDS_IN: Cell<Option<u64>> = const { Cell::new(None) };
     /// The process whose task runs.
     static RUNNING: Cell<Process> = const { Cell::new(0) };
 }
@@ -48,6 +50,11 @@ pub enum Ended {
     Stuck,
 }
 
+/// Has the run on this thread end after so many more steps, as at its limit, if it does not end before.
+pub(crate) fn end_in(steps: u64) {
+    ENDS_IN.set(Some(steps));
+}
+
 /// The tasks of one run, and the simulated hosts that they run on.
 pub struct Executor {
     worlds: Vec<World>,
@@ -57,6 +64,8 @@ pub struct Executor {
     alive: usize,
     woken: Arc<Woken>,
     steps: u64,
+    /// The step at which a task has the run end.
+    ends_at: u64,
 }
 
 /// The queue of tasks that were woken. Each task is in it at most once.
@@ -91,7 +100,16 @@ impl Executor {
     pub fn new(world: World, rng: Rng) -> Self {
         // What a run that was stopped has left there ended with its process.
         drop(BESIDE.take());
-        Self { worlds: vec![world], rng, tasks: Vec::new(), alive: 0, woken: Arc::default(), steps: 0 }
+        ENDS_IN.take();
+        Self {
+            worlds: vec![world],
+            rng,
+            tasks: Vec::new(),
+            alive: 0,
+            woken: Arc::default(),
+            steps: 0,
+            ends_at: u64::MAX,
+        }
     }
 
     /// Lets the operations of one more host go on in this run.
@@ -129,6 +147,11 @@ impl Executor {
         self.steps
     }
 
+    /// True when `limit` steps have been taken in all, or a task has had the run end here.
+    pub(crate) fn is_at_end(&self, limit: u64) -> bool {
+        self.steps >= limit.min(self.ends_at)
+    }
+
     /// As [`Self::run`]; `None` when the limit was met.
     ///
     /// # Panics
@@ -144,7 +167,7 @@ impl Executor {
     /// Runs until all tasks are done, or `limit` steps have been taken in all.
     pub fn run(&mut self, limit: u64) -> Ended {
         while self.alive > 0 {
-            if self.steps >= limit {
+            if self.is_at_end(limit) {
                 return Ended::Stopped;
             }
             let woken = self.woken.with(|list| list.len());
@@ -168,6 +191,9 @@ impl Executor {
                 }
             }
             BESIDE.take().into_iter().for_each(|(process, task)| self.add(process, task));
+            if let Some(more) = ENDS_IN.take() {
+                self.ends_at = self.ends_at.min(self.steps + more);
+            }
         }
         Ended::Done
     }

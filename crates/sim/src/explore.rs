@@ -299,7 +299,7 @@ impl<S: Subject> Run<S> {
         };
         let only_syncs_fail = life.faults.only_syncs_fail();
         let (world, oracle, plan) = (self.world.clone(), self.oracle.clone(), self.plan.clone());
-        let (is_exchanged, flush_failed) = (false, Cell::new(false));
+        let (is_exchanged, flush_failed) = (false, Rc::default());
         let waits = false;
         let work =
             Workload { disk, world, oracle, plan, faults_before, only_syncs_fail, is_exchanged, waits, flush_failed };

@@ -181,6 +181,10 @@ impl Oracle {
                 version.ended = now;
                 version.acked = if success { now } else { NEVER };
                 version.failed = !success;
+                if !success {
+                    // Also on what a reader saw of it before it failed: the image may have taken it back.
+                    version.seen = NEVER;
+                }
             }
         }
     }

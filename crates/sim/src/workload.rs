@@ -35,7 +35,8 @@ pub(crate) struct Workload<D> {
     pub is_exchanged: bool,
     /// Requests wait until trouble has passed: then none may fail for trouble that may pass.
     pub waits: bool,
-    pub flush_failed: Cell<bool>,
+    /// A flush has failed. Whoever knows that the disk has left behind what failed sets it back.
+    pub flush_failed: Rc<Cell<bool>>,
 }
 
 fn extent(sectors: &Range<u64>) -> Extent {
@@ -64,7 +65,7 @@ impl<D: Disk> Workload<D> {
     ) -> Rc<Self> {
         let (world, oracle, plan) = (world.clone(), oracle.clone(), plan.clone());
         let (only_syncs_fail, is_exchanged, waits) = (false, true, false);
-        let flush_failed = Cell::new(false);
+        let flush_failed = Rc::default();
         Rc::new(Self { disk, world, oracle, plan, faults_before, only_syncs_fail, is_exchanged, waits, flush_failed })
     }
 
@@ -212,7 +213,7 @@ impl<D: Disk> Workload<D> {
         self.end("discard", &sectors, &pending, &done);
     }
 
-    async fn flush(&self) {
+    pub async fn flush(&self) {
         let failed_before = self.flush_failed.get();
         let issued = self.oracle.borrow_mut().begin_flush();
         let done = self.disk.flush().await;
@@ -227,8 +228,10 @@ impl<D: Disk> Workload<D> {
     /// The contract of a disk: after a failed sync every later flush fails.
     fn no_flush_after_failure(&self, failed_before: bool, success: bool) {
         if self.only_syncs_fail {
-            assert!(!(success && failed_before), "a flush succeeds after one that failed");
-            self.flush_failed.set(self.flush_failed.get() || !success);
+            // It may be set back by now.
+            let has_failed = self.flush_failed.get();
+            assert!(!(success && failed_before && has_failed), "a flush succeeds after one that failed");
+            self.flush_failed.set(has_failed || !success);
         }
     }
 

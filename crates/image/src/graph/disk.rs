@@ -1,8 +1,9 @@
 //! A graph as a disk, for tools and tests that need no node.
 
 use std::pin::pin;
+use std::sync::Arc;
 
-use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Op, Result, Store, metrics};
+use spile_core::{Disk, DiskInfo, Epoch, Error, ErrorKind, Extent, ExtentStatus, Io, Op, Result, Store, metrics};
 
 use super::Graph;
 use crate::layer::Layer;
@@ -53,6 +54,10 @@ impl<S: Store> Disk for Graph<S> {
                 self.leaf().resize(size_bytes).await
             }
         }
+    }
+
+    fn follows(&self, epochs: &[Arc<dyn Epoch>]) {
+        self.layers[0].becomes_leaf(epochs);
     }
 
     async fn close(&self) -> Result<()> {

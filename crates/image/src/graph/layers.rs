@@ -1,12 +1,12 @@
 //! A layer as graphs hold it: with an identity, and shared.
 
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use async_lock::Mutex;
 use spile_core::metrics::Meter;
-use spile_core::{Result, Store, Via};
+use spile_core::{Epoch, Result, Store, Via};
 
 use crate::facts::LayerInfo;
 use crate::formats::AnyLayer;
@@ -31,6 +31,8 @@ pub struct GraphLayer<S: Store> {
     /// The image changes no more, and all of it is durable.
     sealed: AtomicBool,
     sealing: Mutex<()>,
+    /// The epochs in which the disk had another leaf, as of the time when this layer became its leaf.
+    before: OnceLock<Vec<Arc<dyn Epoch>>>,
     meter: Meter,
     map_loads: AtomicU64,
 }
@@ -38,8 +40,9 @@ pub struct GraphLayer<S: Store> {
 impl<S: Store> GraphLayer<S> {
     /// A layer for `image`. `sealed`: the image is open for reading only, and durable.
     pub(crate) fn new(image: AnyLayer<S>, sealed: bool) -> Arc<Self> {
-        let (sealed, sealing, meter) = (AtomicBool::new(sealed), Mutex::new(()), Meter::new());
-        Arc::new(Self { id: LayerId::next(), image, sealed, sealing, meter, map_loads: AtomicU64::new(0) })
+        let (sealed, sealing, before) = (AtomicBool::new(sealed), Mutex::new(()), OnceLock::new());
+        let (meter, map_loads) = (Meter::new(), AtomicU64::new(0));
+        Arc::new(Self { id: LayerId::next(), image, sealed, sealing, before, meter, map_loads })
     }
 
     /// Its identity.
@@ -90,6 +93,21 @@ impl<S: Store> GraphLayer<S> {
             self.sealed.store(true, Ordering::Release);
         }
         Ok(())
+    }
+
+    /// From now on requests come here as to the leaf of a disk, while those of `epochs` may still change its parents. Graphs that come later and have
+    /// this leaf change nothing: what began under them and the ones before meets at the image's own locks.
+    pub(crate) fn becomes_leaf(&self, epochs: &[Arc<dyn Epoch>]) {
+        self.before.get_or_init(|| epochs.to_vec());
+    }
+
+    /// Waits until no request is in flight any more that may change a parent because it began before this layer was the leaf.
+    pub(crate) async fn parents_rest(&self) {
+        for epoch in self.before.get().into_iter().flatten() {
+            if !epoch.has_ended() {
+                epoch.ended().await;
+            }
+        }
     }
 
     /// Which image it is, for a note that is read when the image was written to: its own identity, where that stays the same then, else that

@@ -14,6 +14,8 @@
 //! 3. **Readers enter its grace period**, for the older requests may release blocks.
 //! 4. **What lies below the leaf is not known to be zero**: no block of the leaf is released because of it. (A write could
 //!    land below between the look and the release, and come to light again although it was overwritten in the leaf.)
+//! 5. **Nothing is copied from it into the leaf before the older requests have ended**: the copy would hide what they write afterwards. A write
+//!    into a part of a unit waits for them ([`Disk::follows`] tells which they are).
 
 mod disk;
 mod extents;

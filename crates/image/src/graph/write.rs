@@ -72,8 +72,9 @@ impl<S: Store> Graph<S> {
         }
     }
 
-    /// Writes what the disk shows around `part` to the bytes around `offset`, which is the place of the part in the leaf. In a box, so
-    /// that the futures of other writes stay small.
+    /// Writes what the disk shows around `part` to the bytes around `offset`, which is the place of the part in the leaf. The leaf hides what
+    /// lies below there from then on, so this waits for the writes to a parent that began when that was the leaf. In a box, so that the futures of other
+    /// writes stay small.
     fn copy_around(
         &self,
         part: Extent,
@@ -81,6 +82,7 @@ impl<S: Store> Graph<S> {
         (before, after): (u64, u64),
     ) -> Pin<Box<dyn Future<Output = Result<()>> + '_>> {
         Box::pin(async move {
+            self.layers[0].parents_rest().await;
             let sides = [
                 (part.start() - before..part.start(), offset.0 - before),
                 (part.end()..part.end() + after, offset.0 + part.len_bytes),

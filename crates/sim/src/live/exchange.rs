@@ -11,8 +11,10 @@ use spile_life::set::Set;
 use spile_life::snapshot::{self, Made, Plan};
 use spile_node::{OldEpoch, close_gates};
 
+use super::brink::Place;
 use super::graph::{Broken, LiveGraph};
 use super::{Frozen, Host, LiveNode};
+use crate::exec::spawn_beside;
 use crate::oracle::{Crash, Oracle};
 use crate::rng::Rng;
 use crate::store::SimStore;
@@ -183,6 +185,14 @@ impl Host {
         let exchanged: Vec<_> =
             opened.map(|((epoch, oracle), (disk, made, new))| Exchanged { disk, made, oracle, epoch, new }).collect();
         self.count(|summary| summary.exchanges += exchanged.len() as u64);
+        if self.brink.at(Place::Exchanged) {
+            // What a flush promises right then is what a new graph may break.
+            for one in &exchanged {
+                let disk = nodes[one.disk].clone();
+                let work = self.workload(disk, &self.disks[one.disk].oracle, self.waits.get());
+                spawn_beside(Box::pin(async move { work.flush().await }));
+            }
+        }
         for one in &exchanged {
             self.note_image(one.disk).await;
         }
@@ -240,6 +250,7 @@ impl Host {
             self.workload(old, &oracle, false).verify(rng.split(2), false).await;
             match sealed {
                 Ok(()) => {
+                    self.brink.at(Place::Sealed);
                     let path = made.plan().snapshot().to_owned();
                     self.frozen.borrow_mut().push(Frozen { disk, path, oracle });
                     self.count(|summary| summary.sealed += 1);

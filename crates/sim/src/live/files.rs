@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use spile_core::{Files, Locator, OpenMode, Result};
 
 use super::Broken;
+use super::brink::{Brink, Place};
 use crate::store::{SimFiles, SimStore};
 
 /// The simulated files. What a broken rule puts off is shared by all handles of one snapshot.
@@ -13,13 +14,14 @@ use crate::store::{SimFiles, SimStore};
 pub(super) struct LiveFiles {
     files: SimFiles,
     broken: Broken,
+    brink: Brink,
     /// A second name that is to be given after the next rename.
     late_link: Arc<Mutex<Option<(PathBuf, PathBuf)>>>,
 }
 
 impl LiveFiles {
-    pub fn new(files: SimFiles, broken: Broken) -> Self {
-        Self { files, broken, late_link: Arc::default() }
+    pub fn new(files: SimFiles, broken: Broken, brink: Brink) -> Self {
+        Self { files, broken, brink, late_link: Arc::default() }
     }
 
     fn late_link(&self) -> Option<(PathBuf, PathBuf)> {
@@ -48,6 +50,7 @@ impl Files for LiveFiles {
             Some((old, _)) => Some(self.files.open(&old.as_path().into(), OpenMode::ReadOnly).await?),
             None => None,
         };
+        self.brink.at(Place::Renamed);
         match self.broken {
             Broken::RenameNotDurable => self.files.rename_unsynced(from, to).await?,
             _ => self.files.rename(from, to).await?,

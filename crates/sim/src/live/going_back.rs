@@ -154,6 +154,8 @@ impl Host {
         if exchanged.is_ok() {
             disk.oracle.borrow_mut().go_back(&chosen.oracle);
             disk.going_back.take();
+            // What could not be made durable is not the disk's any more.
+            disk.flush_failed.set(false);
             self.count(|summary| summary.went_back_in_use += 1);
             // The numbers of this life are not what has gone back.
             copied = self.copy_number(&old, ready.graph()).await;
@@ -201,7 +203,7 @@ impl Host {
             Broken::BackLeafNotDurable => Broken::LeafNotDurable,
             _ => Broken::Nothing,
         };
-        LiveFiles::new(self.world.files(), broken)
+        LiveFiles::new(self.world.files(), broken, self.brink.clone())
     }
 
     /// Looks what has become of the way back of a disk: nobody uses the disk.

@@ -1,6 +1,8 @@
 //! The disks of [`super`]: a graph that can break a rule on purpose, and the part of a disk that the oracle watches.
 
-use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, GuestOffset, Io, Op, Result};
+use std::sync::Arc;
+
+use spile_core::{Disk, DiskInfo, Epoch, Extent, ExtentStatus, GuestOffset, Io, Op, Result};
 use spile_image::Graph;
 
 use crate::store::SimStore;
@@ -17,6 +19,8 @@ pub enum Broken {
     SealedEarly,
     /// A flush covers the new leaf only.
     FlushOfLeaf,
+    /// The new leaf copies from its parent while requests of the old epoch may still change that.
+    CopiedEarly,
     /// The new leaf takes the disk's path before it is durable.
     LeafNotDurable,
     /// The graph is exchanged before the new leaf's name is durable.
@@ -70,6 +74,12 @@ impl Disk for LiveGraph {
 
     async fn resize(&self, size_bytes: u64) -> Result<()> {
         self.graph.resize(size_bytes).await
+    }
+
+    fn follows(&self, epochs: &[Arc<dyn Epoch>]) {
+        if self.broken != Broken::CopiedEarly {
+            self.graph.follows(epochs);
+        }
     }
 
     async fn close(&self) -> Result<()> {

@@ -20,6 +20,7 @@
 //! - **A disk that goes back** to what a snapshot holds, while nobody uses it or while clients work, holds that or what it held, whatever ends the
 //!   process; and what it holds, once it has gone back, for ever. No request that was answered falls between the two.
 
+mod brink;
 mod exchange;
 mod files;
 mod going_back;
@@ -44,12 +45,13 @@ use crate::exec::{Executor, block_on};
 use crate::explore::{Finding, catch_findings};
 use crate::faults::Faults;
 use crate::motion::marks::Tracking;
-use crate::oracle::Oracle;
+use crate::oracle::{Crash, Oracle};
 use crate::plan::{Life, Plan};
 use crate::qcow2::{self, Form};
 use crate::rng::Rng;
 use crate::workload::Workload;
 use crate::world::World;
+use brink::Brink;
 use files::LiveFiles;
 use going_back::GoingBack;
 pub use graph::Broken;
@@ -65,6 +67,8 @@ struct LiveDisk {
     form: Option<Form>,
     /// What the guest may read.
     oracle: Rc<RefCell<Oracle>>,
+    /// A flush of it has failed in this life.
+    flush_failed: Rc<Cell<bool>>,
     /// A snapshot or a growth of it is under way: one at a time.
     is_claimed: Cell<bool>,
     /// How many snapshots were begun: each gets a name of its own.
@@ -109,6 +113,11 @@ struct Host {
     in_use_rng: RefCell<Rng>,
     /// Draws those who make checkpoints.
     noted_rng: RefCell<Rng>,
+    /// Draws the ends that come near.
+    brink_rng: RefCell<Rng>,
+    brink: Brink,
+    /// The process before this one was killed.
+    was_killed: Cell<bool>,
     summary: Cell<LiveSummary>,
     /// Exchanges are still to come in this life.
     is_exchanging: Cell<bool>,
@@ -184,6 +193,9 @@ pub fn run_live(seed: u64, broken: Broken, trace: bool) -> Result<LiveSummary, F
         back_rng: RefCell::new(Rng::new(seed).split(52)),
         in_use_rng: RefCell::new(Rng::new(seed).split(53)),
         noted_rng: RefCell::new(Rng::new(seed).split(55)),
+        brink_rng: RefCell::new(Rng::new(seed).split(56)),
+        brink: Brink::default(),
+        was_killed: Cell::new(false),
         summary: Cell::default(),
         is_exchanging: Cell::new(false),
     });
@@ -194,9 +206,20 @@ impl LiveDisk {
     fn new(world: &World, is_raw: bool, form: Option<Form>, size_bytes: u64) -> Self {
         let (told_bytes, asked_bytes) = (Cell::new(size_bytes), Cell::new(size_bytes));
         let (is_claimed, snapshots) = (Cell::new(false), Cell::new(0));
-        let (oracle, going_back) = Default::default();
+        let (oracle, flush_failed, going_back) = Default::default();
         let tracking = Tracking::new(world.clone(), changes::Broken::Nothing);
-        Self { is_raw, form, oracle, is_claimed, snapshots, going_back, tracking, told_bytes, asked_bytes }
+        Self {
+            is_raw,
+            form,
+            oracle,
+            flush_failed,
+            is_claimed,
+            snapshots,
+            going_back,
+            tracking,
+            told_bytes,
+            asked_bytes,
+        }
     }
 
     /// The format of all its images but a raw first one.
@@ -289,7 +312,7 @@ impl Host {
 
     /// The files, with the rule broken that the run is to break.
     fn files(&self) -> LiveFiles {
-        LiveFiles::new(self.world.files(), self.broken)
+        LiveFiles::new(self.world.files(), self.broken, self.brink.clone())
     }
 
     /// Each disk was opened: its file has one name, and no half-made file is left. A set of snapshots that is there in part says so.
@@ -321,28 +344,35 @@ impl Host {
     /// One life of the process. Returns the number of its steps.
     fn live(self: &Rc<Self>, life: &Life, rng: &mut Rng) -> u64 {
         self.life.set(self.life.get() + 1);
+        // Then the power goes in this life, which changes no names.
+        let is_on_brink = self.brink.begin_life(self.was_killed.get()) && life.requests > 0;
+        let crash = if is_on_brink { Crash::PowerCut } else { life.crash };
         self.faults_before.set(self.world.faults_fired());
         self.only_syncs_fail.set(life.faults.only_syncs_fail());
         self.waits.set(trouble::passes(life) && self.later_rng.borrow_mut().chance(1, 2));
-        self.disks.iter().for_each(|disk| disk.oracle.borrow_mut().tries_again(self.waits.get()));
+        for disk in &self.disks {
+            disk.oracle.borrow_mut().tries_again(self.waits.get());
+            disk.flush_failed.set(false);
+        }
         let mut executor = Executor::new(self.world.clone(), Rng::new(rng.word()));
-        let ended = self.phases(&mut executor, life, rng);
+        let ended = self.phases(&mut executor, life, rng, is_on_brink);
         let steps = executor.steps();
-        self.world.end(ended.is_none().then_some(life.crash));
+        self.world.end(ended.is_none().then_some(crash));
+        self.was_killed.set(ended.is_none() && crash == Crash::Death);
         drop(executor);
         if self.has_faults() {
             self.disks.iter().for_each(|disk| disk.tracking.checkpoints.note_failure());
         }
         self.world.set_faults(Faults::default());
         if ended.is_none() {
-            self.disks.iter().for_each(|disk| disk.oracle.borrow_mut().crash(life.crash));
-            self.frozen.borrow().iter().for_each(|frozen| frozen.oracle.borrow_mut().crash(life.crash));
+            self.disks.iter().for_each(|disk| disk.oracle.borrow_mut().crash(crash));
+            self.frozen.borrow().iter().for_each(|frozen| frozen.oracle.borrow_mut().crash(crash));
         }
         steps
     }
 
     /// Open, verify, work, verify, close; `None` when the process ended on the way. Faults begin with the work.
-    fn phases(self: &Rc<Self>, executor: &mut Executor, life: &Life, rng: &mut Rng) -> Option<()> {
+    fn phases(self: &Rc<Self>, executor: &mut Executor, life: &Life, rng: &mut Rng, keeps_names: bool) -> Option<()> {
         let limit = life.crash_at.unwrap_or(u64::MAX);
         let nodes: Rc<RefCell<Vec<LiveNode>>> = Rc::default();
         let (host, into) = (self.clone(), nodes.clone());
@@ -378,7 +408,8 @@ impl Host {
             let mut later = self.later_rng.borrow_mut();
             let (grows, rounds, exchanges) = (Rng::new(rng.word()), rng.between(1, 5), Rng::new(rng.word()));
             // Some lives change no names, so that what the life before has left is as it was when the power goes.
-            self.is_exchanging.set(!later.chance(1, 4));
+            self.is_exchanging.set(!later.chance(1, 4) && !keeps_names);
+            self.brink.draw(&mut self.brink_rng.borrow_mut(), self.is_exchanging.get());
             executor.spawn(self.clone().write_numbers(nodes.clone()));
             executor.spawn(self.clone().grow(nodes.clone(), grows));
             if self.is_exchanging.get() {
@@ -422,6 +453,8 @@ impl Host {
 
     /// What the clients and the reader of everything need. `waits`: the disk's requests wait for trouble to pass.
     fn workload<D: Disk>(&self, disk: D, oracle: &Rc<RefCell<Oracle>>, waits: bool) -> Rc<Workload<Tail<D>>> {
+        let of_disk = self.disks.iter().find(|of| Rc::ptr_eq(&of.oracle, oracle));
+        let flush_failed = of_disk.map_or_else(Rc::default, |of| of.flush_failed.clone());
         Rc::new(Workload {
             disk: Tail { disk, skipped_bytes: self.block_bytes.into() },
             world: self.world.clone(),
@@ -431,7 +464,7 @@ impl Host {
             only_syncs_fail: self.only_syncs_fail.get(),
             is_exchanged: true,
             waits,
-            flush_failed: Cell::new(false),
+            flush_failed,
         })
     }
 

@@ -116,7 +116,7 @@ impl Host {
         let (until, mut limit) = (went_back() + times, limit);
         while is_armed && went_back() < until {
             match executor.run(limit.min(executor.steps() + 2)) {
-                Ended::Stopped if executor.steps() < limit => {}
+                Ended::Stopped if !executor.is_at_end(limit) => {}
                 _ => break,
             }
         }

@@ -13,9 +13,9 @@ fn three_hundred_seeds_find_nothing() {
         all += done.unwrap_or_else(|finding| panic!("seed {seed}: {}", finding.message));
     }
     println!("{all:?}");
-    assert!(all.exchanges > 250 && all.sealed > 250, "too little happened: {all:?}");
+    assert!(all.exchanges > 200 && all.sealed > 200, "too little happened: {all:?}");
     assert!(
-        all.failed > 5 && all.grown > 100 && all.went_back > 50 && all.half_sets > 0,
+        all.failed > 5 && all.grown > 100 && all.went_back > 40 && all.half_sets > 0,
         "too little happened: {all:?}"
     );
     assert!(all.went_back_in_use > 20 && all.went_back_noted > 5, "too little happened: {all:?}");
@@ -23,7 +23,7 @@ fn three_hundred_seeds_find_nothing() {
 }
 
 /// Seeds that once found something, and what.
-const KEPT: [(u64, &str); 5] = [
+const KEPT: [(u64, &str); 9] = [
     (2895, "a disk that could not grow, for want of room for a footer, was cut short when it was closed"),
     (1_000_002, "zeroes that were tried again came after a write that overlapped them: the oracle was too strict"),
     (
@@ -33,6 +33,16 @@ const KEPT: [(u64, &str); 5] = [
     (
         704_787,
         "a disk whose growth had failed, but for its telling, cannot grow above its snapshot: the oracle was too strict",
+    ),
+    (61_158, "a new qcow2 leaf copied what lay around a write before a write of the old epoch had landed there"),
+    (
+        85_295,
+        "records went to a half of the bitmap journal whose header a failed write had taken away, and a kill lost them",
+    ),
+    (116_643, "a reader saw a write that failed then, and was taken back: the oracle was too strict"),
+    (
+        230_456,
+        "a flush succeeded after one had failed for an image that a way back left behind: the oracle was too strict",
     ),
     (1_040_155, "a disk without room answered at once, and the run did not end"),
 ];
@@ -68,12 +78,18 @@ fn half_a_set_of_snapshots_that_does_not_say_so_is_found() {
 
 #[test]
 fn a_leaf_that_is_sealed_before_its_epoch_has_ended_is_found() {
-    bites(Broken::SealedEarly, 15061, " reads ");
+    // A request of the old epoch finds its leaf sealed.
+    bites(Broken::SealedEarly, 80, "without a fault: ReadOnly");
 }
 
 #[test]
 fn a_flush_that_covers_only_the_new_leaf_is_found() {
-    bites(Broken::FlushOfLeaf, 5870, " reads ");
+    bites(Broken::FlushOfLeaf, 141, " reads ");
+}
+
+#[test]
+fn a_leaf_that_copies_from_its_parent_before_the_old_epoch_has_ended_is_found() {
+    bites(Broken::CopiedEarly, 61_158, " reads ");
 }
 
 #[test]
@@ -93,7 +109,7 @@ fn a_path_that_changes_before_the_old_leaf_has_its_second_name_is_found() {
 
 #[test]
 fn a_disk_that_is_opened_before_its_name_is_durable_is_found() {
-    bites(Broken::OldNamesNotSynced, 9711, " reads ");
+    bites(Broken::OldNamesNotSynced, 960, " reads ");
 }
 
 #[test]

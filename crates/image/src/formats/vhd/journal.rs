@@ -72,8 +72,10 @@ struct State {
 #[derive(Default)]
 struct Half {
     generation: u64,
-    /// The half's header is in the file.
+    /// The half's header is in the file, or may be.
     begun: bool,
+    /// The header may not be in the file any more, because a write that was to remove it has failed: the next record needs it written anew.
+    is_headless: bool,
     used: u64,
     in_flight: usize,
     /// Slots before this one are in the file, or their requests are gone.
@@ -267,11 +269,13 @@ impl Journal {
             let state = self.lock();
             let old = &state.halves[half];
             let next = old.generation.wrapping_add(2);
-            // It stays begun when the write fails: its records may still be found by the next process.
             (old.begun, next)
         };
-        if begun {
-            self.write_header(store, half, None).await?;
+        if begun && let Err(error) = self.write_header(store, half, None).await {
+            // It stays begun: the next process may still find its records. It may also find none, and the next retirement may be long after
+            // the next record.
+            self.lock().halves[half].is_headless = true;
+            return Err(error);
         }
         let mut state = self.lock();
         state.halves[half] = Half { generation, ..Half::default() };
@@ -355,7 +359,7 @@ impl<'a> Slot<'a> {
             half: self.half,
             first: half.written,
             bytes: Segments::copied(&half.unwritten),
-            header: (!half.begun).then_some(half.generation),
+            header: (!half.begun || half.is_headless).then_some(half.generation),
             is_written: false,
         })
     }
@@ -383,7 +387,7 @@ impl Drop for Batch<'_> {
         let half = &mut state.halves[self.half];
         half.is_writing = false;
         if self.is_written {
-            half.begun = true;
+            (half.begun, half.is_headless) = (true, false);
             half.unwritten.drain(..self.bytes.len());
             half.written = self.first + self.bytes.len() as u64 / RECORD_BYTES;
         }
@@ -498,6 +502,20 @@ mod tests {
         assert_eq!(decode_record(&bytes[..32], 1, 0), None);
         assert_eq!(decode_record(&bytes[32..], 1, 1), Some(record(6)));
         assert!(journal.may_name(5), "nobody knows how far the write came");
+    }
+
+    #[test]
+    fn a_header_that_may_be_gone_is_written_with_the_next_record() {
+        let journal = Journal::new(Some(4096..4096 + 2 * (4096 + 64)), OWNER, 1);
+        let record = Record { block: 5, at_sector: 99, sectors: 8..16 };
+        let header_of = |begun, is_headless| {
+            (journal.lock().halves[0].begun, journal.lock().halves[0].is_headless) = (begun, is_headless);
+            let slot = journal.reserve(&record).unwrap();
+            let Turn::Write(batch) = slot.turn() else { panic!("nobody else writes") };
+            batch.header
+        };
+        assert_eq!(header_of(true, false), None);
+        assert_eq!(header_of(true, true), Some(1));
     }
 
     #[test]
