@@ -21,6 +21,7 @@ use crate::facts::Facts;
 use crate::formats::Format;
 use crate::grace::Reader;
 use crate::inner::{InnerChange, InnerSnapshot, InnerWatch};
+use crate::range_lock::RangeGuard;
 use crate::room::HearRoom;
 
 /// A flush gives the space of so many units back to the store at most, those first that were given up last ([`Layer::forget`]).
@@ -274,6 +275,16 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     fn unmap(&self, part: Extent, below_is_zero: bool) -> impl Future<Output = Result<()>> {
         let _ = (part, below_is_zero);
         async { Err(self.read_only_error()) }
+    }
+
+    /// Until the value is dropped, no write copies what lies below `part` into this layer, and none is just doing that: what is written below meanwhile
+    /// is not hidden. At most one [`Layer::part_len`]. `None` for a format that never copies what lies below.
+    ///
+    /// # Errors
+    /// As [`Layer::reserve`].
+    fn keep_copies_out(&self, part: Extent) -> impl Future<Output = Result<Option<RangeGuard<'_>>>> {
+        let _ = part;
+        async { Ok(None) }
     }
 
     /// Gives up what the layer has of `part`, one [`Layer::part_len`] at most: it reads as what lies below. Whoever calls this has

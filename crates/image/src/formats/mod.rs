@@ -32,6 +32,7 @@ use crate::grace::Reader;
 use crate::inner::{InnerChange, InnerSnapshot, InnerWatch};
 use crate::layer::{EncodedUnit, Found, GivenBack, Identity, Layer, MapPiece, ParentRef, Reserved};
 use crate::measure::Space;
+use crate::range_lock::RangeGuard;
 use crate::room::HearRoom;
 
 formats! {

@@ -8,7 +8,8 @@
 //!
 //! 1. **Outside the batch a unit is in one place**: a change goes to the leaf if the leaf has something of the unit, else to the parent.
 //!    Not so for parts of a unit: a change of one part may copy what lies below around it into the leaf, and would hide what another
-//!    change writes there meanwhile.
+//!    change writes there meanwhile. A change that began before the leaf sank may be copying so just now, and so may one that begins when
+//!    it sinks no more: a change to the parent keeps such copies out of its unit, and looks again who has that.
 //! 2. **A change to a unit in the batch goes to both**, so that the copy in the parent is right however often the guest writes.
 //!    It holds its range alone meanwhile: two changes of one sector end in the same order in both places, and the copy of
 //!    a piece waits for the changes of that piece only.
@@ -50,6 +51,8 @@ pub enum Broken {
     PartsForUnits,
     /// A flush covers the leaf only.
     FlushOfLeafOnly,
+    /// A change goes to the parent while an older one may copy what lies there into the leaf.
+    CopiedMeanwhile,
     /// The leaf gives units up before the parent is synced.
     ForgetBeforeSync,
     /// The merged layer is removed before its child names another parent.
@@ -108,6 +111,9 @@ pub struct Sinking<S: Store> {
 impl<S: Store> Sinking<S> {
     /// The leaf of a graph is to sink into that of `below`, which is the rest of that graph.
     pub fn new(below: Arc<Graph<S>>, broken: Broken) -> Arc<Self> {
+        // It takes writes from now on, over parents that nobody changes. When it becomes the disk's leaf, such writes are still in flight, and must
+        // not wait for themselves.
+        below.follows(&[]);
         Arc::new(Self { below, ranges: RangeLock::default(), failures: AtomicU64::new(0), broken })
     }
 
@@ -259,11 +265,18 @@ impl<S: Store> Graph<S> {
             Change::Zero(how) => Io::write_zeroes(part, WriteZeroes { only_if_fast: false, ..how }),
             Change::Discard => Io::discard(part),
         });
-        let is_own = match sinking.broken {
-            Broken::PartsForUnits => self.leaf().next_own(part).await?,
-            _ => self.leaf().next_own(self.unit_of(part)).await?,
-        };
-        match (is_own.is_some(), change) {
+        let looked_at = if sinking.broken == Broken::PartsForUnits { part } else { self.unit_of(part) };
+        let mut is_own = self.leaf().next_own(looked_at).await?.is_some();
+        let mut kept_out = None;
+        if !is_own && sinking.broken != Broken::CopiedMeanwhile {
+            kept_out = self.leaf().keep_copies_out(part).await?;
+            is_own = self.leaf().next_own(looked_at).await?.is_some();
+        }
+        if is_own {
+            // The leaf takes that lock itself.
+            drop(kept_out.take());
+        }
+        match (is_own, change) {
             (false, _) => in_parent.await,
             (true, Change::Discard) if is_moved => Ok(()),
             (true, change) if is_moved => sinking.in_both(self.change_unit(part, change), in_parent).await,

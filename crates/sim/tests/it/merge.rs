@@ -18,7 +18,8 @@ fn two_hundred_seeds_find_nothing() {
 }
 
 /// Seeds that once found something, and what.
-const KEPT: [(u64, &str); 3] = [
+const KEPT: [(u64, &str); 4] = [
+    (212_063, "a write to the parent of a leaf that sinks waited for itself when that parent became the leaf"),
     (
         2_010_528,
         "a child named its new parent although that had failed, and the layer that was left kept the next merge away",
@@ -59,6 +60,11 @@ fn a_layer_that_is_removed_before_its_child_names_another_parent_is_found() {
 #[test]
 fn a_change_in_the_batch_that_goes_to_the_leaf_only_is_found() {
     bites(Broken::BatchInLeafOnly, 25, " reads ");
+}
+
+#[test]
+fn a_change_that_goes_below_while_an_older_one_copies_from_there_is_found() {
+    bites(Broken::CopiedMeanwhile, 212_933, " reads ");
 }
 
 #[test]

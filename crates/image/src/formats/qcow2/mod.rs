@@ -68,6 +68,7 @@ use crate::grace::Reader;
 use crate::inner::{InnerChange, InnerSnapshot, InnerWatch};
 use crate::layer::{EncodedUnit, Found, GivenBack, Identity, Layer, MapPiece, ParentRef};
 use crate::measure::Space;
+use crate::range_lock::RangeGuard;
 use crate::room::HearRoom;
 
 /// The format.
@@ -227,6 +228,11 @@ impl<S: Store> Layer<S> for Qcow2<S> {
 
     async fn unmap(&self, part: Extent, below_is_zero: bool) -> Result<()> {
         self.unmap_part(&self.part(part), below_is_zero).await
+    }
+
+    async fn keep_copies_out(&self, part: Extent) -> Result<Option<RangeGuard<'_>>> {
+        let cluster = self.part(part).cluster;
+        Ok(Some(self.writing().await?.clusters.shared(cluster..cluster + 1).await))
     }
 
     async fn forget(&self, part: Extent) -> Result<()> {
