@@ -278,13 +278,10 @@ pub trait Layer<S: Store>: Send + Sync + 'static {
     }
 
     /// Until the value is dropped, no write copies what lies below `part` into this layer, and none is just doing that: what is written below meanwhile
-    /// is not hidden. At most one [`Layer::part_len`]. `None` for a format that never copies what lies below.
-    ///
-    /// # Errors
-    /// As [`Layer::reserve`].
-    fn keep_copies_out(&self, part: Extent) -> impl Future<Output = Result<Option<RangeGuard<'_>>>> {
+    /// is not hidden. At most one [`Layer::part_len`]. `None` for a format that never copies what lies below, and for an image that takes no writes.
+    fn keep_copies_out(&self, part: Extent) -> impl Future<Output = Option<RangeGuard<'_>>> {
         let _ = part;
-        async { Ok(None) }
+        async { None }
     }
 
     /// Gives up what the layer has of `part`, one [`Layer::part_len`] at most: it reads as what lies below. Whoever calls this has

@@ -2,7 +2,8 @@
 //!
 //! The gates of all disks close, then each opens to its new graph. So no request begins between the first exchange and
 //! the last: a write to one disk that follows an acknowledged write to another is never in the old epoch when that other
-//! write is in the new one. Nobody waits for requests in flight: they end under the graph that they began with.
+//! write is in the new one. The exchange waits for no request in flight: each ends under the graph that it began with. The new graph is told of
+//! them ([`Disk::follows`]), for they may still change what it has in common with the old one.
 //!
 //! An exchange waits for a change of size, a close, a stage being attached, or another exchange of one of its disks;
 //! these wait for the exchange in turn. A disk that is closed cannot be exchanged any more.

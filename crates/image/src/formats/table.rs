@@ -195,7 +195,7 @@ macro_rules! formats {
                 async fn zero(&self, part: Extent, may_unmap: bool, below_is_zero: bool) -> Result<bool>;
                 async fn unmap(&self, part: Extent, below_is_zero: bool) -> Result<()>;
                 async fn next_own(&self, extent: Extent) -> Result<Option<Extent>>;
-                async fn keep_copies_out(&self, part: Extent) -> Result<Option<RangeGuard<'_>>>;
+                async fn keep_copies_out(&self, part: Extent) -> Option<RangeGuard<'_>>;
                 async fn forget(&self, part: Extent) -> Result<()>;
                 async fn give_back(&self, most_bytes: u64, timer: &dyn Timer) -> Result<GivenBack>;
                 async fn own_zeroes(&self, part: Extent) -> Result<()>;

@@ -101,12 +101,15 @@ impl<S: Store> GraphLayer<S> {
         self.before.get_or_init(|| epochs.to_vec());
     }
 
-    /// Waits until no request is in flight any more that may change a parent because it began before this layer was the leaf.
+    /// True when no request is in flight any more that may change a parent because it began before this layer was the leaf.
+    pub(crate) fn do_parents_rest(&self) -> bool {
+        self.before.get().into_iter().flatten().all(|epoch| epoch.has_ended())
+    }
+
+    /// Waits until they do.
     pub(crate) async fn parents_rest(&self) {
         for epoch in self.before.get().into_iter().flatten() {
-            if !epoch.has_ended() {
-                epoch.ended().await;
-            }
+            epoch.ended().await;
         }
     }
 

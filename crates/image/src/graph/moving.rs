@@ -9,7 +9,7 @@
 //! 1. **Outside the batch a unit is in one place**: a change goes to the leaf if the leaf has something of the unit, else to the parent.
 //!    Not so for parts of a unit: a change of one part may copy what lies below around it into the leaf, and would hide what another
 //!    change writes there meanwhile. A change that began before the leaf sank may be copying so just now, and so may one that begins when
-//!    it sinks no more: a change to the parent keeps such copies out of its unit, and looks again who has that.
+//!    it sinks no more: a change keeps such copies out of its unit while it looks who has that, and while it changes the parent.
 //! 2. **A change to a unit in the batch goes to both**, so that the copy in the parent is right however often the guest writes.
 //!    It holds its range alone meanwhile: two changes of one sector end in the same order in both places, and the copy of
 //!    a piece waits for the changes of that piece only.
@@ -266,12 +266,11 @@ impl<S: Store> Graph<S> {
             Change::Discard => Io::discard(part),
         });
         let looked_at = if sinking.broken == Broken::PartsForUnits { part } else { self.unit_of(part) };
-        let mut is_own = self.leaf().next_own(looked_at).await?.is_some();
-        let mut kept_out = None;
-        if !is_own && sinking.broken != Broken::CopiedMeanwhile {
-            kept_out = self.leaf().keep_copies_out(part).await?;
-            is_own = self.leaf().next_own(looked_at).await?.is_some();
-        }
+        let mut kept_out = match sinking.broken {
+            Broken::CopiedMeanwhile => None,
+            _ => self.leaf().keep_copies_out(part).await,
+        };
+        let is_own = self.leaf().next_own(looked_at).await?.is_some();
         if is_own {
             // The leaf takes that lock itself.
             drop(kept_out.take());

@@ -41,9 +41,16 @@ impl<S: Store> Graph<S> {
         self.at_store(layer, metrics::Op::Flush, 0, pin!(self.image(layer).flush())).await
     }
 
-    /// Writes a part of a request that one reservation covers.
+    /// Writes a part of a request that one reservation covers. Where the leaf copies what lies around the part, it hides what lies below there from then on:
+    /// that waits for the writes to a parent that began when that was the leaf.
     pub(super) async fn write_part(&self, part: Extent, from: &Segments) -> Result<()> {
-        let reserved = self.leaf().reserve(part).await?;
+        let mut reserved = self.leaf().reserve(part).await?;
+        if reserved.around() != (0, 0) && !self.layers[0].do_parents_rest() {
+            // Without the reservation: what it locks, nobody has to wait for.
+            reserved.abandon();
+            Box::pin(self.layers[0].parents_rest()).await;
+            reserved = self.leaf().reserve(part).await?;
+        }
         if reserved.publishes() {
             return Box::pin(self.write_published(reserved, from)).await;
         }
@@ -72,9 +79,8 @@ impl<S: Store> Graph<S> {
         }
     }
 
-    /// Writes what the disk shows around `part` to the bytes around `offset`, which is the place of the part in the leaf. The leaf hides what
-    /// lies below there from then on, so this waits for the writes to a parent that began when that was the leaf. In a box, so that the futures of other
-    /// writes stay small.
+    /// Writes what the disk shows around `part` to the bytes around `offset`, which is the place of the part in the leaf: no
+    /// parent changes any more. In a box, so that the futures of other writes stay small.
     fn copy_around(
         &self,
         part: Extent,
@@ -82,7 +88,6 @@ impl<S: Store> Graph<S> {
         (before, after): (u64, u64),
     ) -> Pin<Box<dyn Future<Output = Result<()>> + '_>> {
         Box::pin(async move {
-            self.layers[0].parents_rest().await;
             let sides = [
                 (part.start() - before..part.start(), offset.0 - before),
                 (part.end()..part.end() + after, offset.0 + part.len_bytes),

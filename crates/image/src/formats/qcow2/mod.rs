@@ -230,9 +230,9 @@ impl<S: Store> Layer<S> for Qcow2<S> {
         self.unmap_part(&self.part(part), below_is_zero).await
     }
 
-    async fn keep_copies_out(&self, part: Extent) -> Result<Option<RangeGuard<'_>>> {
-        let cluster = self.part(part).cluster;
-        Ok(Some(self.writing().await?.clusters.shared(cluster..cluster + 1).await))
+    async fn keep_copies_out(&self, part: Extent) -> Option<RangeGuard<'_>> {
+        let (writing, cluster) = (self.writing.as_ref()?, self.part(part).cluster);
+        Some(writing.clusters.shared(cluster..cluster + 1).await)
     }
 
     async fn forget(&self, part: Extent) -> Result<()> {

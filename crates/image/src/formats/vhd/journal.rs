@@ -74,7 +74,7 @@ struct Half {
     generation: u64,
     /// The half's header is in the file, or may be.
     begun: bool,
-    /// The header may not be in the file any more, because a write that was to remove it has failed: the next record needs it written anew.
+    /// The header may not be in the file, because a write of it, or one that was to remove it, has failed: the next record needs it written anew.
     is_headless: bool,
     used: u64,
     in_flight: usize,
@@ -386,8 +386,11 @@ impl Drop for Batch<'_> {
         let mut state = self.journal.lock();
         let half = &mut state.halves[self.half];
         half.is_writing = false;
+        if self.header.is_some() {
+            // A write that has failed may have taken effect.
+            (half.begun, half.is_headless) = (true, !self.is_written);
+        }
         if self.is_written {
-            (half.begun, half.is_headless) = (true, false);
             half.unwritten.drain(..self.bytes.len());
             half.written = self.first + self.bytes.len() as u64 / RECORD_BYTES;
         }
@@ -516,6 +519,9 @@ mod tests {
         };
         assert_eq!(header_of(true, false), None);
         assert_eq!(header_of(true, true), Some(1));
+        // The batch was given up: nobody knows how much of it is in the file.
+        assert_eq!(header_of(false, false), Some(1));
+        assert!(journal.lock().halves[0].begun && journal.lock().halves[0].is_headless);
     }
 
     #[test]
