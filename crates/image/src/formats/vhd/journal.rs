@@ -509,7 +509,7 @@ mod tests {
 
     #[test]
     fn a_header_that_may_be_gone_is_written_with_the_next_record() {
-        let journal = Journal::new(Some(4096..4096 + 2 * (4096 + 64)), OWNER, 1);
+        let journal = Journal::new(Some(4096..4096 + 2 * (4096 + 128)), OWNER, 1);
         let record = Record { block: 5, at_sector: 99, sectors: 8..16 };
         let header_of = |begun, is_headless| {
             (journal.lock().halves[0].begun, journal.lock().halves[0].is_headless) = (begun, is_headless);
