@@ -147,9 +147,9 @@ pub(super) async fn rename_parent<F: Files>(
     child: &Path,
     parent: &GraphLayer<F::Store>,
 ) -> Result<()> {
-    let named = new_parent(work, child, parent).await?;
     let opened = open_layer(work.files, work.env.clone(), child, &OpenOptions::default()).await;
     let child = opened.map_err(|error| just_gone(error, child))?;
+    let named = new_parent(work, child.path(), parent).await?;
     child.image().set_parent(Some(&named)).await?;
     child.seal().await
 }

@@ -59,6 +59,10 @@ pub(super) struct Host {
     has_noticed_parents: Cell<bool>,
     /// Another program has written to the image while the bitmap was in use: nobody knows any more what has changed since that was made.
     is_lost: Cell<bool>,
+    /// What notes changes in this life.
+    tracker: RefCell<Option<Tracker>>,
+    /// The file of changed blocks says too little, and its alarm has an operator remove it.
+    must_be_removed: Cell<bool>,
 }
 
 impl Host {
@@ -89,6 +93,8 @@ impl Host {
             has_other_parents: Cell::default(),
             has_noticed_parents: Cell::default(),
             is_lost: Cell::default(),
+            tracker: RefCell::default(),
+            must_be_removed: Cell::default(),
         }
     }
 
@@ -109,6 +115,10 @@ impl Host {
         }
         if !is_closed || self.has_faults() {
             self.may_leak.set(true);
+        }
+        let tracker = self.tracker.take();
+        if tracker.as_ref().and_then(|tracker| tracker.loss()).is_some_and(|loss| !loss.is_void) {
+            self.must_be_removed.set(true);
         }
         self.look(is_closed && !self.has_failed.get() && !self.is_lost.get());
     }
@@ -243,6 +253,12 @@ impl Host {
 
     /// Opens the disk with its checkpoints and bitmaps, and checks what the checkpoint says.
     pub async fn open(&self) -> Opened {
+        if self.must_be_removed.get() {
+            match self.world.files().remove(&names::changes(Path::new(DISK))).await {
+                Err(error) if error.kind() != ErrorKind::NotFound => panic!("the file cannot be removed: {error:?}"),
+                _ => self.must_be_removed.set(false),
+            }
+        }
         let graph = open_graph(&self.world, false).await;
         let around = Surroundings {
             files: self.world.files(),
@@ -257,11 +273,14 @@ impl Host {
         let changes = match opened.unwrap_or_else(|error| panic!("the changed blocks do not open: {error:?}")) {
             Some(changes) => changes,
             None => {
+                // Without the file nobody knows what the parents were.
+                self.has_other_parents.set(false);
                 let made = Changes::create(around, disk, bytes, self.grain, found).await;
                 made.unwrap_or_else(|error| panic!("cannot make the file of changed blocks: {error:?}"))
             }
         };
         let changes = Arc::new(changes);
+        *self.tracker.borrow_mut() = Some(changes.clone());
         self.follow(&graph, &changes).await;
         self.has_noticed_parents.set(self.has_other_parents.get());
         let node = Arc::new(Node::new(graph));

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use spile_core::{Disk as _, Extent, Locator, Segments};
+use spile_core::{Disk as _, ErrorKind, Extent, Locator, Segments};
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::jobs::{Job, Plan};
 use spile_life::motion::Move;
@@ -119,11 +119,14 @@ impl Host {
         let format = Format::from_extension(to);
         let options = OpenOptions { format, read_only: true, ..OpenOptions::default() };
         let opened = Graph::open(&self.world.files(), self.world.env(), to, &options).await;
-        let graph = opened.unwrap_or_else(|error| panic!("the copy does not open: {error:?}"));
-        let (copy, bytes) = (Aligned::new(Arc::new(graph)), Segments::zeroed(self.size_bytes as usize));
-        let read = copy.read(Extent::from_range(0..self.size_bytes), &bytes).await;
+        let bytes = Segments::zeroed(self.size_bytes as usize);
+        let read = match opened {
+            Ok(graph) => Aligned::new(Arc::new(graph)).read(Extent::from_range(0..self.size_bytes), &bytes).await,
+            Err(error) => Err(error),
+        };
         if let Err(error) = read {
-            assert!(self.has_faults(), "the copy cannot be read: {error:?}");
+            let is_fault = error.kind() == ErrorKind::Io && self.has_faults();
+            assert!(is_fault, "the copy cannot be read: {error:?}");
             return self.oracle.borrow_mut().abandon_read(issued);
         }
         let judged = self.oracle.borrow_mut().end_read(issued, 0, &bytes.to_vec());
