@@ -251,14 +251,23 @@ impl Host {
         Stamp(bytes)
     }
 
+    /// Where the file of changed blocks could not be removed, the alarm has an operator do it. Names are durable then, as a server makes them first of all.
+    async fn heed_alarm(&self) {
+        if !self.must_be_removed.get() {
+            return;
+        }
+        let files = self.world.files();
+        match files.remove(&names::changes(Path::new(DISK))).await {
+            Err(error) if error.kind() != ErrorKind::NotFound => panic!("the file cannot be removed: {error:?}"),
+            _ => {}
+        }
+        files.sync_names(Path::new(DISK)).await.unwrap_or_else(|error| panic!("names cannot be synced: {error:?}"));
+        self.must_be_removed.set(false);
+    }
+
     /// Opens the disk with its checkpoints and bitmaps, and checks what the checkpoint says.
     pub async fn open(&self) -> Opened {
-        if self.must_be_removed.get() {
-            match self.world.files().remove(&names::changes(Path::new(DISK))).await {
-                Err(error) if error.kind() != ErrorKind::NotFound => panic!("the file cannot be removed: {error:?}"),
-                _ => self.must_be_removed.set(false),
-            }
-        }
+        self.heed_alarm().await;
         let graph = open_graph(&self.world, false).await;
         let around = Surroundings {
             files: self.world.files(),
