@@ -156,10 +156,9 @@ pub trait Disk: Send + Sync + 'static {
     fn resize(&self, size_bytes: u64) -> impl Future<Output = Result<()>>;
 
     /// This disk is about to take the place of another, whose requests of these epochs may still be in flight: they end there, and may change what this
-    /// disk has in common with it. Whoever exchanges disks says so before the first request comes here, with no epochs if there was none before.
-    fn follows(&self, epochs: &[Arc<dyn Epoch>]) {
-        let _ = epochs;
-    }
+    /// disk has in common with it. Whoever exchanges disks says so before the first request comes here, with no epochs if there was none before. A disk that
+    /// stands before another one says it to that, or writes are lost; one that has nothing in common with any other has nothing to do.
+    fn follows(&self, epochs: &[Arc<dyn Epoch>]);
 
     /// Orderly end: flush, then leave the image as other programs expect it. No request may be in flight.
     fn close(&self) -> impl Future<Output = Result<()>>;

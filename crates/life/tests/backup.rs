@@ -76,6 +76,8 @@ impl Disk for Memory {
         Ok(())
     }
 
+    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+
     async fn close(&self) -> Result<()> {
         Ok(())
     }
@@ -118,6 +120,8 @@ impl Disk for Gauge {
     async fn resize(&self, _: u64) -> Result<()> {
         Ok(())
     }
+
+    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
 
     async fn close(&self) -> Result<()> {
         Ok(())

@@ -40,6 +40,8 @@ impl Disk for Nothing {
         Ok(())
     }
 
+    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+
     async fn close(&self) -> Result<()> {
         Ok(())
     }

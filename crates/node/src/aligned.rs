@@ -364,6 +364,10 @@ impl<D: Disk, E: Enter<D> + 'static> Disk for Aligned<D, E> {
         self.inner.resize(size_bytes).await
     }
 
+    fn follows(&self, epochs: &[std::sync::Arc<dyn spile_core::Epoch>]) {
+        self.inner.follows(epochs);
+    }
+
     async fn close(&self) -> Result<()> {
         self.inner.close().await
     }

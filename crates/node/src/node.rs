@@ -367,6 +367,9 @@ impl<G: Disk> Disk for Node<G> {
         self.disk.resize(size_bytes).await
     }
 
+    /// Graphs are exchanged in it, and not it itself.
+    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+
     async fn close(&self) -> Result<()> {
         self.disk.close().await
     }

@@ -422,6 +422,9 @@ impl<G: Disk> Disk for Published<G> {
         Ok(())
     }
 
+    /// Graphs are exchanged in it, and not it itself.
+    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+
     /// Refuses all further requests, waits for those of every epoch, then closes the graph. After an error it may be tried
     /// again.
     async fn close(&self) -> Result<()> {

@@ -441,6 +441,13 @@ impl Disk for SimDisk {
         }
     }
 
+    fn follows(&self, epochs: &[std::sync::Arc<dyn spile_core::Epoch>]) {
+        match self {
+            Self::Plain(disk) => disk.follows(epochs),
+            Self::Aligned(disk) => disk.follows(epochs),
+        }
+    }
+
     async fn close(&self) -> Result<()> {
         match self {
             Self::Plain(disk) => disk.close().await,

@@ -286,6 +286,8 @@ impl Disk for ToyDisk {
         Err(Error::new(ErrorKind::Unsupported, "a toy keeps its size"))
     }
 
+    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+
     async fn close(&self) -> Result<()> {
         self.flush_all().await
     }

@@ -182,6 +182,8 @@ impl<S: Store> Disk for StoreDisk<S> {
         self.store.sync().await
     }
 
+    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+
     async fn close(&self) -> Result<()> {
         self.sync().await
     }

@@ -29,6 +29,8 @@ impl<S: Store> Disk for Bare<S> {
         Ok(())
     }
 
+    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+
     async fn close(&self) -> Result<()> {
         Ok(())
     }

@@ -217,6 +217,8 @@ impl Disk for TestDisk {
         Ok(())
     }
 
+    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+
     async fn close(&self) -> Result<()> {
         self.gate(Did::Flush).await
     }

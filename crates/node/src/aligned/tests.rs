@@ -130,6 +130,8 @@ impl Disk for Slow {
         Ok(())
     }
 
+    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+
     async fn close(&self) -> Result<()> {
         Ok(())
     }

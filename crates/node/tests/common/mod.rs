@@ -100,6 +100,8 @@ impl Disk for TestGraph {
         Ok(())
     }
 
+    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+
     async fn close(&self) -> Result<()> {
         self.is_closed.store(true, SeqCst);
         Ok(())

@@ -79,6 +79,10 @@ impl Disk for Recording {
         self.inner.resize(size_bytes).await
     }
 
+    fn follows(&self, epochs: &[std::sync::Arc<dyn spile_core::Epoch>]) {
+        self.inner.follows(epochs);
+    }
+
     async fn close(&self) -> Result<()> {
         self.inner.close().await
     }

@@ -69,6 +69,8 @@ impl Disk for Numbered {
         Ok(())
     }
 
+    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+
     async fn close(&self) -> Result<()> {
         Ok(())
     }

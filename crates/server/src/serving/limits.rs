@@ -269,6 +269,8 @@ mod tests {
             Ok(())
         }
 
+        fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+
         async fn close(&self) -> Result<()> {
             Ok(())
         }

@@ -121,6 +121,10 @@ impl<D: Disk> Disk for Tail<D> {
         self.disk.resize(size_bytes + self.skipped_bytes).await
     }
 
+    fn follows(&self, epochs: &[Arc<dyn Epoch>]) {
+        self.disk.follows(epochs);
+    }
+
     async fn close(&self) -> Result<()> {
         self.disk.close().await
     }
