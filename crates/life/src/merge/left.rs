@@ -1,6 +1,6 @@
 //! What a merge has left behind whose process ended after the disk had lost the layer.
 
-use spile_core::{ErrorKind, Extent, Files, Result};
+use spile_core::{Error, ErrorKind, Extent, Files, Result};
 use spile_image::layer::Layer as _;
 use spile_image::{OpenOptions, open_layer};
 
@@ -28,7 +28,7 @@ pub(super) async fn finish<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Resul
 }
 
 /// Opens the file of a layer that the disk has no more, which nobody else has open then, and has the children that still name it name `parent`. `None` when
-/// another image has its name by now, or none; or when it has something of its own again.
+/// another image has its name by now, or none.
 pub(super) async fn pass_children_on<F: Files>(
     work: &Work<'_, F>,
     plan: &Merged,
@@ -43,9 +43,10 @@ pub(super) async fn pass_children_on<F: Files>(
     if layer.which() != Some(plan.identity) {
         return Ok(None);
     }
-    // No image names it any more, so somebody may have taken it for a disk, and written to it: it is one now.
     if layer.image().next_own(Extent::from_range(0..size_of(&layer))).await?.is_some() {
-        return Ok(None);
+        let what = "the layer has something of its own, and is no layer of the disk any more";
+        let error = Error::new(ErrorKind::Corrupt, what).at_path(layer.path());
+        return Err(error.hint("nothing was removed; look for the image that needs it"));
     }
     let neighbours = work.neighbours.list().await?;
     for child in work.other_children(&neighbours, &layer, &[layer.path()]).await? {
