@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use futures_util::future::{Either, select};
 use spile_core::{
-    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Io, Op, OpenMode, Result, Segments, Store,
-    StoreExtent, StoreInfo, StoreOffset, Timer, Via, WriteZeroes, yield_now,
+    Disk, DiskInfo, Epoch, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Io, Op, OpenMode, Result, Segments,
+    Store, StoreExtent, StoreInfo, StoreOffset, Timer, Via, WriteZeroes, yield_now,
 };
 use spile_engine::{Config, Engine, OsEnv, spawn};
 use spile_life::backup::{
@@ -76,7 +76,7 @@ impl Disk for Memory {
         Ok(())
     }
 
-    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+    fn follows(&self, _: &[Arc<dyn Epoch>]) {}
 
     async fn close(&self) -> Result<()> {
         Ok(())
@@ -121,7 +121,7 @@ impl Disk for Gauge {
         Ok(())
     }
 
-    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+    fn follows(&self, _: &[Arc<dyn Epoch>]) {}
 
     async fn close(&self) -> Result<()> {
         Ok(())

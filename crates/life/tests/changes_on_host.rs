@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use allocation_counter::measure;
-use spile_core::{Disk, DiskInfo, ErrorKind, Extent, ExtentStatus, Io, Result, Segments};
+use spile_core::{Disk, DiskInfo, Epoch, ErrorKind, Extent, ExtentStatus, Io, Result, Segments};
 use spile_engine::{Config, Engine, OsEnv};
 use spile_life::changes::header::{Grain, Stamp};
 use spile_life::changes::{Broken, Changes, Found, Surroundings};
@@ -40,7 +40,7 @@ impl Disk for Nothing {
         Ok(())
     }
 
-    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+    fn follows(&self, _: &[Arc<dyn Epoch>]) {}
 
     async fn close(&self) -> Result<()> {
         Ok(())

@@ -12,10 +12,11 @@
 
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use spile_core::{
-    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Op, Result, SECTOR_BYTES, Segment, Segments,
+    Disk, DiskInfo, Epoch, Error, ErrorKind, Extent, ExtentStatus, Io, Op, Result, SECTOR_BYTES, Segment, Segments,
     WriteZeroes,
 };
 
@@ -364,7 +365,7 @@ impl<D: Disk, E: Enter<D> + 'static> Disk for Aligned<D, E> {
         self.inner.resize(size_bytes).await
     }
 
-    fn follows(&self, epochs: &[std::sync::Arc<dyn spile_core::Epoch>]) {
+    fn follows(&self, epochs: &[Arc<dyn Epoch>]) {
         self.inner.follows(epochs);
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use spile_core::metrics::{Meter, Op};
-use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Result};
+use spile_core::{Disk, DiskInfo, Epoch, Error, ErrorKind, Extent, ExtentStatus, Io, Result};
 
 use crate::aligned::{Aligned, from_heap};
 use crate::bounce::Allocate;
@@ -367,8 +367,9 @@ impl<G: Disk> Disk for Node<G> {
         self.disk.resize(size_bytes).await
     }
 
-    /// Graphs are exchanged in it, and not it itself.
-    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+    fn follows(&self, epochs: &[Arc<dyn Epoch>]) {
+        self.disk.follows(epochs);
+    }
 
     async fn close(&self) -> Result<()> {
         self.disk.close().await

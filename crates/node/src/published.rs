@@ -13,7 +13,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 
 use event_listener::Event;
-use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Result, SHARDS, shard_number, yield_now};
+use spile_core::{
+    Disk, DiskInfo, Epoch, Error, ErrorKind, Extent, ExtentStatus, Io, Result, SHARDS, shard_number, yield_now,
+};
 
 use crate::aligned::{Enter, Steps};
 use crate::end::{End, Ender};
@@ -423,7 +425,7 @@ impl<G: Disk> Disk for Published<G> {
     }
 
     /// Graphs are exchanged in it, and not it itself.
-    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+    fn follows(&self, _: &[Arc<dyn Epoch>]) {}
 
     /// Refuses all further requests, waits for those of every epoch, then closes the graph. After an error it may be tried
     /// again.

@@ -4,10 +4,12 @@
 //! - **A checkpoint is there after every crash and every move**, unless something has failed: then the disk goes on without it.
 
 use std::cell::{Cell, RefCell};
+use std::path::Path;
 use std::sync::Arc;
 
-use spile_core::{Disk, ErrorKind, Extent, GuestOffset, Segments};
+use spile_core::{Disk, ErrorKind, Extent, Files as _, GuestOffset, Segments};
 use spile_life::changes::{Changes, is_hidden};
+use spile_life::names;
 use spile_node::Node;
 
 use crate::rng::Rng;
@@ -15,6 +17,14 @@ use crate::store::SimFiles;
 use crate::turns::pause;
 
 type Tracker = Arc<Changes<SimFiles>>;
+
+/// Where the file of changed blocks of the disk at `disk` could not be removed, an operator does that: the alarm says so.
+pub(crate) async fn heed_alarm(files: &SimFiles, disk: &Path) {
+    match files.remove(&names::changes(disk)).await {
+        Err(error) if error.kind() != ErrorKind::NotFound => panic!("the file cannot be removed: {error:?}"),
+        _ => {}
+    }
+}
 
 /// A checkpoint as the run knows it.
 struct Known {

@@ -3,12 +3,15 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use spile_core::{Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Files, Io, OpenMode, Result, Segments};
+use spile_core::{
+    Disk, DiskInfo, Epoch, Error, ErrorKind, Extent, ExtentStatus, Files, Io, OpenMode, Result, Segments,
+};
 use spile_image::check::Severity;
 use spile_image::formats::vhd::codec::footer::DiskType;
 use spile_image::formats::vhd::{self, CreateParams, VhdParent};
 use spile_image::{Format, Graph, OpenOptions};
 use spile_node::Aligned;
+use std::sync::Arc;
 
 use crate::pages::Pages;
 use crate::past::Past;
@@ -441,7 +444,7 @@ impl Disk for SimDisk {
         }
     }
 
-    fn follows(&self, epochs: &[std::sync::Arc<dyn spile_core::Epoch>]) {
+    fn follows(&self, epochs: &[Arc<dyn Epoch>]) {
         match self {
             Self::Plain(disk) => disk.follows(epochs),
             Self::Aligned(disk) => disk.follows(epochs),

@@ -1,11 +1,11 @@
 //! Toy disks: a right one of each kind, and ones with a planted bug each, to prove the simulator before it proves others.
 
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use spile_core::{
-    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Files, Io, Op, OpenMode, Result, Segments,
-    Store, StoreOffset, Via,
+    Disk, DiskInfo, Epoch, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Files, Io, Op, OpenMode, Result,
+    Segments, Store, StoreOffset, Via,
 };
 
 use crate::store::SimStore;
@@ -286,7 +286,7 @@ impl Disk for ToyDisk {
         Err(Error::new(ErrorKind::Unsupported, "a toy keeps its size"))
     }
 
-    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+    fn follows(&self, _: &[Arc<dyn Epoch>]) {}
 
     async fn close(&self) -> Result<()> {
         self.flush_all().await

@@ -1,13 +1,13 @@
 //! A disk over one store, for tests and the example: raw, with holes, and with handles to make it misbehave.
 
 use std::future::poll_fn;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::task::{Poll, Waker};
 
 use spile_core::{
-    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Io, Op, Result, Segments, Store, StoreOffset,
-    Via, WriteZeroes,
+    Disk, DiskInfo, Epoch, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Io, Op, Result, Segments, Store,
+    StoreOffset, Via, WriteZeroes,
 };
 
 /// See the module.
@@ -182,7 +182,7 @@ impl<S: Store> Disk for StoreDisk<S> {
         self.store.sync().await
     }
 
-    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+    fn follows(&self, _: &[Arc<dyn Epoch>]) {}
 
     async fn close(&self) -> Result<()> {
         self.sync().await

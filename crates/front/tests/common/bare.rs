@@ -1,6 +1,8 @@
 //! A disk without anything between it and its store, for the tests that count allocations.
 
-use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, Io, Op, Result, Store, StoreOffset, Via};
+use std::sync::Arc;
+
+use spile_core::{Disk, DiskInfo, Epoch, Extent, ExtentStatus, Io, Op, Result, Store, StoreOffset, Via};
 
 /// A disk that is its store, and its size in bytes.
 pub struct Bare<S>(pub S, pub u64);
@@ -29,7 +31,7 @@ impl<S: Store> Disk for Bare<S> {
         Ok(())
     }
 
-    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+    fn follows(&self, _: &[Arc<dyn Epoch>]) {}
 
     async fn close(&self) -> Result<()> {
         Ok(())

@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Poll, Waker};
 
 use spile_core::{
-    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Io, Op, Result, Segment, Segments, Store,
-    StoreOffset, Via, WriteZeroes,
+    Disk, DiskInfo, Epoch, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Io, Op, Result, Segment, Segments,
+    Store, StoreOffset, Via, WriteZeroes,
 };
 use spile_store::FileStore;
 
@@ -217,7 +217,7 @@ impl Disk for TestDisk {
         Ok(())
     }
 
-    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+    fn follows(&self, _: &[Arc<dyn Epoch>]) {}
 
     async fn close(&self) -> Result<()> {
         self.gate(Did::Flush).await

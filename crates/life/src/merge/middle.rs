@@ -147,6 +147,7 @@ pub(super) async fn rename_parent<F: Files>(
     child: &Path,
     parent: &GraphLayer<F::Store>,
 ) -> Result<()> {
+    // First of all: a child that is gone by now is told as such here.
     let opened = open_layer(work.files, work.env.clone(), child, &OpenOptions::default()).await;
     let child = opened.map_err(|error| just_gone(error, child))?;
     let named = new_parent(work, child.path(), parent).await?;

@@ -3,12 +3,12 @@
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 
 use spile_core::{
-    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Io, Op, Result, Segments, WriteZeroes,
+    Disk, DiskInfo, Epoch, Error, ErrorKind, Extent, ExtentKind, ExtentStatus, Io, Op, Result, Segments, WriteZeroes,
 };
 
 /// A disk of bytes in memory. A request that is held waits before it does anything.
@@ -100,7 +100,7 @@ impl Disk for TestGraph {
         Ok(())
     }
 
-    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+    fn follows(&self, _: &[Arc<dyn Epoch>]) {}
 
     async fn close(&self) -> Result<()> {
         self.is_closed.store(true, SeqCst);

@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use spile_core::metrics::span::{Moment, SpanLog, Spans, What as Asked, stamp, with};
 use spile_core::metrics::{Op as Kind, now_ns};
 use spile_core::{
-    Disk, DiskInfo, Error, ErrorKind, Extent, ExtentStatus, Io, Op, Result, Segment, Segments, WriteZeroes,
+    Disk, DiskInfo, Epoch, Error, ErrorKind, Extent, ExtentStatus, Io, Op, Result, Segment, Segments, WriteZeroes,
 };
 use spile_node::{Node, Shape};
 
@@ -79,7 +79,7 @@ impl Disk for Recording {
         self.inner.resize(size_bytes).await
     }
 
-    fn follows(&self, epochs: &[std::sync::Arc<dyn spile_core::Epoch>]) {
+    fn follows(&self, epochs: &[Arc<dyn Epoch>]) {
         self.inner.follows(epochs);
     }
 

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::task::{Context, Poll, Wake};
 use std::thread::{self, Thread};
 
-use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, Io, Result, act_as_shard};
+use spile_core::{Disk, DiskInfo, Epoch, Extent, ExtentStatus, Io, Result, act_as_shard};
 use spile_node::{Node, exchange};
 
 const THREADS: u64 = 4;
@@ -69,7 +69,7 @@ impl Disk for Numbered {
         Ok(())
     }
 
-    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+    fn follows(&self, _: &[Arc<dyn Epoch>]) {}
 
     async fn close(&self) -> Result<()> {
         Ok(())

@@ -218,7 +218,7 @@ fn place(engine: &Engine, open: &Open) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use futures_util::FutureExt as _;
-    use spile_core::{DiskInfo, Extent, ExtentStatus, Io};
+    use spile_core::{DiskInfo, Epoch, Extent, ExtentStatus, Io};
 
     use super::*;
 
@@ -269,7 +269,7 @@ mod tests {
             Ok(())
         }
 
-        fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+        fn follows(&self, _: &[Arc<dyn Epoch>]) {}
 
         async fn close(&self) -> Result<()> {
             Ok(())

@@ -19,6 +19,7 @@ use spile_node::Node;
 
 use super::raw::{self, DISABLED, LEFT_IN_USE, NOTING, Raw};
 use super::{BitmapsSummary, Broken};
+use crate::checkpoints::heed_alarm;
 use crate::exec::block_on;
 use crate::rng::Rng;
 use crate::store::{SimFiles, SimStore};
@@ -251,23 +252,15 @@ impl Host {
         Stamp(bytes)
     }
 
-    /// Where the file of changed blocks could not be removed, the alarm has an operator do it. Names are durable then, as a server makes them first of all.
-    async fn heed_alarm(&self) {
-        if !self.must_be_removed.get() {
-            return;
-        }
-        let files = self.world.files();
-        match files.remove(&names::changes(Path::new(DISK))).await {
-            Err(error) if error.kind() != ErrorKind::NotFound => panic!("the file cannot be removed: {error:?}"),
-            _ => {}
-        }
-        files.sync_names(Path::new(DISK)).await.unwrap_or_else(|error| panic!("names cannot be synced: {error:?}"));
-        self.must_be_removed.set(false);
-    }
-
     /// Opens the disk with its checkpoints and bitmaps, and checks what the checkpoint says.
     pub async fn open(&self) -> Opened {
-        self.heed_alarm().await;
+        if self.must_be_removed.get() {
+            let (files, disk) = (self.world.files(), Path::new(DISK));
+            heed_alarm(&files, disk).await;
+            // As a server does first of all: a power cut does not bring the file back.
+            files.sync_names(disk).await.unwrap_or_else(|error| panic!("names cannot be synced: {error:?}"));
+            self.must_be_removed.set(false);
+        }
         let graph = open_graph(&self.world, false).await;
         let around = Surroundings {
             files: self.world.files(),

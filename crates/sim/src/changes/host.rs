@@ -15,6 +15,7 @@ use spile_life::names;
 use spile_node::Node;
 
 use super::{ChangesSummary, Disks};
+use crate::checkpoints::heed_alarm;
 use crate::pages::Pages;
 use crate::rng::Rng;
 use crate::store::SimFiles;
@@ -99,16 +100,6 @@ impl Host {
         }
     }
 
-    /// Where the name of the file could not be removed, the alarm has an operator do it.
-    async fn heed_alarm(&self) {
-        if self.is_lost.take() {
-            match self.world.files().remove(&names::changes(Path::new(DISK))).await {
-                Err(error) if error.kind() != ErrorKind::NotFound => panic!("the file cannot be removed: {error:?}"),
-                _ => {}
-            }
-        }
-    }
-
     pub fn count(&self, add: impl FnOnce(&mut ChangesSummary)) {
         let mut summary = self.summary.get();
         add(&mut summary);
@@ -138,7 +129,9 @@ impl Host {
 
     /// Opens the disk and its changed blocks, and checks what they say before anything else happens.
     pub async fn open(&self) -> Opened {
-        self.heed_alarm().await;
+        if self.is_lost.take() {
+            heed_alarm(&self.world.files(), Path::new(DISK)).await;
+        }
         let options = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
         let graph = Graph::open(&self.world.files(), self.world.env(), Path::new(DISK), &options).await;
         let node = Arc::new(Node::new(graph.unwrap_or_else(|error| panic!("the disk does not open: {error:?}"))));

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
-use spile_core::{Disk, DiskInfo, Extent, ExtentStatus, Io, Result, Segments, Timer};
+use spile_core::{Disk, DiskInfo, Epoch, Extent, ExtentStatus, Io, Result, Segments, Timer};
 use spile_node::{DiskLimits, Limits, Node};
 
 pub const SECOND: u64 = 1_000_000_000;
@@ -42,7 +42,7 @@ impl Disk for Nothing {
         Ok(())
     }
 
-    fn follows(&self, _: &[std::sync::Arc<dyn spile_core::Epoch>]) {}
+    fn follows(&self, _: &[Arc<dyn Epoch>]) {}
 
     async fn close(&self) -> Result<()> {
         Ok(())
