@@ -54,6 +54,13 @@ pub trait Neighbours {
         let _ = image;
         self.list()
     }
+
+    /// Notes durably that the image at `child` is to be a child of the one at `parent`, both by canonical paths: whoever looks for the children of that finds
+    /// it from now on, in another folder, too.
+    ///
+    /// # Errors
+    /// The system's.
+    fn note_child<'a>(&'a self, parent: &'a Path, child: &'a Path) -> Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
 }
 
 /// What is there later.
@@ -146,6 +153,10 @@ pub trait Marks {
 impl Neighbours for Vec<PathBuf> {
     fn list(&self) -> Pin<Box<dyn Future<Output = Result<Vec<PathBuf>>> + '_>> {
         Box::pin(async { Ok(self.clone()) })
+    }
+
+    fn note_child<'a>(&'a self, _: &'a Path, _: &'a Path) -> Pin<Box<dyn Future<Output = Result<()>> + 'a>> {
+        Box::pin(async { Ok(()) })
     }
 }
 

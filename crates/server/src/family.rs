@@ -1,9 +1,11 @@
 //! Keeps a parent from being written: a write to it would change, without a word, what its children show.
 //!
 //! A parent does not know its children. So the other images of its folder are asked, and no more than a bounded number for
-//! a bounded time: of children in other folders those are found that Spile has made, by a note beside the parent. Children are opened without
-//! locks, for reading only.
+//! a bounded time. When Spile makes a child in another folder, a note beside the parent says so, and from then on the images of that folder are asked,
+//! too, all of them: by snapshots and merges other images there become children of the parent in that one's place. Children are opened without locks, for
+//! reading only.
 
+use std::collections::BTreeSet;
 use std::io::{Read as _, Write as _};
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
@@ -225,7 +227,7 @@ pub async fn beside(images: &[LayerInfo]) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// All files that lie in `folder`, sorted, whatever they are.
+/// All files that lie in `folder`, sorted, whatever they are, and those of other folders that have children of its images.
 ///
 /// # Errors
 /// `Denied` when the folder has too many to look at, or cannot be read.
@@ -243,25 +245,54 @@ pub async fn files_in(folder: &Path) -> Result<Vec<PathBuf>> {
 /// No file has this name.
 const ANY_NAME: &str = "\0";
 
-/// Images in a folder.
+/// Files in folders.
 struct Neighbours {
     images: Vec<PathBuf>,
-    /// False when the folder has more, or cannot be read.
+    /// False when the folders have more, or one cannot be read.
     are_all: bool,
+}
+
+impl Neighbours {
+    /// Adds the files in `folder` for which `is_wanted` says yes, as long as there are less than `most`.
+    fn add(&mut self, folder: &Path, most: usize, mut is_wanted: impl FnMut(&Path) -> bool) {
+        let Ok(entries) = std::fs::read_dir(folder) else {
+            self.are_all = false;
+            return;
+        };
+        for (number, name) in entries.enumerate() {
+            match name.map(|name| name.path()) {
+                Ok(other) if number < MOST_NAMES && self.images.len() < most => {
+                    self.images.extend(is_wanted(&other).then_some(other));
+                }
+                _ => {
+                    self.are_all = false;
+                    return;
+                }
+            }
+        }
+    }
 }
 
 /// The paths in the note at `note`.
 fn far_children(note: &Path) -> std::io::Result<Vec<PathBuf>> {
     let mut text = String::new();
     std::fs::File::open(note)?.take(MOST_NOTE_BYTES).read_to_string(&mut text)?;
+    if text.len() as u64 == MOST_NOTE_BYTES {
+        return Err(std::io::ErrorKind::FileTooLarge.into());
+    }
     Ok(text.lines().filter(|line| line.starts_with('/')).map(PathBuf::from).collect())
 }
 
-/// No note of children is read further.
+/// The folder that is asked for what is noted of `child`. `None` for a device: that is asked by itself.
+fn noted_folder(child: &Path) -> Option<&Path> {
+    child.parent().filter(|folder| !folder.starts_with("/dev"))
+}
+
+/// A note of children is shorter than this. Each folder is noted once.
 const MOST_NOTE_BYTES: u64 = 4 << 20;
 
-/// Notes beside the image at `parent` that the file at `child`, in another folder, is to be a child of it: whoever asks the folder for children
-/// asks that file, too. Both paths are whole, and the child does not name the parent yet.
+/// Notes beside the image at `parent` that the file at `child`, in another folder, is to be a child of it: whoever asks the parent's folder for children
+/// asks the child's, too. Both paths are whole, and the child does not name the parent yet.
 ///
 /// # Errors
 /// The system's. `ReadOnly` and `Denied` where the parent's folder cannot be changed.
@@ -274,39 +305,53 @@ pub fn note_far_child(parent: &Path, child: &Path) -> Result<()> {
         let error = Error::new(ErrorKind::InvalidInput, "the parent's folder cannot have a note of this name");
         error.at_path(child).hint("choose a name that is UTF-8, without line ends")
     })?;
-    if far_children(&note).is_ok_and(|there| there.iter().any(|other| other == child)) {
-        return Ok(());
-    }
+    let is_it = |other: &PathBuf| match noted_folder(child) {
+        Some(folder) => noted_folder(other) == Some(folder),
+        None => other == child,
+    };
+    let is_noted = far_children(&note).is_ok_and(|there| there.iter().any(is_it));
     let write = || {
-        let mut file = std::fs::File::options().append(true).create(true).open(&note)?;
-        file.write_all(format!("{line}\n").as_bytes())?;
+        // What another process has just written need not be durable yet.
+        let file = match is_noted {
+            true => std::fs::File::open(&note)?,
+            false => {
+                let mut file = std::fs::File::options().append(true).create(true).open(&note)?;
+                // A power cut may have left a part of a line at the end.
+                file.write_all(format!("\n{line}\n").as_bytes())?;
+                file
+            }
+        };
         file.sync_all()?;
         std::fs::File::open(parent.parent().unwrap_or(Path::new("/")))?.sync_all()
     };
     write().map_err(|source| Error::io("the parent's folder cannot note its child", source)).at_path(&note)
 }
 
-/// The other files in the folder of `path` for which `may_be_child` says yes, `most` at most, and those that are noted there as children in
-/// other folders. None in `/dev`.
+/// The other files in the folder of `path` for which `may_be_child` says yes, and such files in the folders that are noted there to have children. None in
+/// `/dev`, but for those that are noted themselves.
 fn neighbours(path: &Path, most: usize, may_be_child: impl Fn(&Path) -> bool) -> Neighbours {
     let folder = path.parent().unwrap_or(Path::new("/"));
     let mut found = Neighbours { images: Vec::new(), are_all: true };
     if folder.starts_with("/dev") {
         return found;
     }
-    let Ok(entries) = std::fs::read_dir(folder) else { return Neighbours { are_all: false, ..found } };
-    for (number, name) in entries.enumerate() {
-        match name.map(|name| name.path()) {
-            Ok(other) if number < MOST_NAMES && found.images.len() < most => {
-                let image = names::disk_of(&other).filter(|image| names::children(image) == other);
-                if image.is_some() {
-                    let Ok(far) = far_children(&other) else { return Neighbours { are_all: false, ..found } };
-                    found.images.extend(far.into_iter().filter(|child| may_be_child(child)));
-                }
-                found.images.extend((other != path && may_be_child(&other)).then_some(other));
+    let (mut notes, mut folders) = (Vec::new(), BTreeSet::new());
+    found.add(folder, most, |other| {
+        notes.extend(names::disk_of(other).filter(|image| names::children(image) == other).map(|_| other.to_owned()));
+        other != path && may_be_child(other)
+    });
+    for note in notes {
+        let Ok(far) = far_children(&note) else { return Neighbours { are_all: false, ..found } };
+        for child in far {
+            match noted_folder(&child) {
+                Some(other) => folders.extend((other != folder).then(|| other.to_owned())),
+                None => found.images.extend(may_be_child(&child).then_some(child)),
             }
-            _ => return Neighbours { are_all: false, ..found },
         }
+    }
+    // One that is gone has no images any more.
+    for other in folders.iter().filter(|other| !other.metadata().is_err_and(|e| e.kind() == std::io::ErrorKind::NotFound)) {
+        found.add(other, most, &may_be_child);
     }
     found
 }

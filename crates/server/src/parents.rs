@@ -34,14 +34,14 @@ pub fn all_real(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
     paths.iter().map(|path| real(path)).collect()
 }
 
-/// Notes beside `parent` that the file at `child`, a whole path, is to be its child, if it lies in another folder.
+/// Notes beside the image at `parent` that the file at `child` is to be its child, if it lies in another folder. Both paths are whole.
 ///
 /// # Errors
 /// As [`family::note_far_child`]; where the parent's folder cannot be changed, that is one line in the log.
-pub fn note_child(parent: &LayerInfo, child: &Path) -> Result<()> {
-    match family::note_far_child(&parent.path, child) {
+pub fn note_child(parent: &Path, child: &Path) -> Result<()> {
+    match family::note_far_child(parent, child) {
         Err(error) if matches!(error.kind(), ErrorKind::ReadOnly | ErrorKind::Denied) => {
-            let (parent, child) = (parent.path.display(), child.display());
+            let (parent, child) = (parent.display(), child.display());
             tracing::warn!("{error}: nobody who deletes or writes {parent} is told that {child} needs it");
             Ok(())
         }

@@ -42,7 +42,7 @@ impl Ground {
             let allowed = all_real(&allowed)?;
             check_new_child(child.parent().unwrap_or(Path::new("/")), &layers, &allowed)?;
             let parent = new_parent(&child, &layers[0])?;
-            note_child(&layers[0], &child)?;
+            note_child(&layers[0].path, &child)?;
             Ok::<_, Error>((allowed, parent))
         };
         let (allowed, parent) = run_blocking(&leaf, named).await?;

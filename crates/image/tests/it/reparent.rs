@@ -143,6 +143,44 @@ fn blocks_whose_release_a_failed_sync_may_have_lost_are_not_used_again() {
 }
 
 #[test]
+fn a_place_that_a_record_may_name_is_not_used_again() {
+    // Other blocks take the places that are ready before, so the block gets its old place again with one of these numbers.
+    let is_used_again = |others, fails_again| {
+        let (world, file) = pair(FILE, false);
+        let graph = world.open(LEAF);
+        let (at, before) = (20 * BLOCK, all(&graph));
+        let fail_in = |changes| {
+            file.fails_in.store(changes, Relaxed);
+            assert!(block_on(graph.flush()).is_err());
+            assert_eq!(file.fails_in.load(Relaxed), 0);
+        };
+        write(&graph, at, &[7; 512]);
+        let place = entry(&file, 20);
+        // The header of the journal's half is the last thing that a flush writes: here behind two syncs with a bitmap between them.
+        fail_in(4);
+        forget(&graph, at..at + BLOCK);
+        block_on(graph.flush()).unwrap();
+        // The record of what was given up is still there, and its place could be ready now.
+        match fails_again {
+            true => fail_in(3),
+            false => block_on(graph.flush()).unwrap(),
+        }
+        let blocks = (10..20).chain(21..32);
+        blocks.take(others).for_each(|block| write(&graph, block * BLOCK, &[9; 512]));
+        write(&graph, at + 4096, &[8; 512]);
+        let is_used_again = entry(&file, 20) == place;
+        // The process is killed.
+        drop(graph);
+        let (after, start) = (all(&world.open(LEAF)), at as usize);
+        assert!(after[start..start + 4096] == before[start..start + 4096], "{others} {fails_again} {is_used_again}");
+        assert_eq!(after[start + 4096..start + 4608], [8; 512]);
+        is_used_again
+    };
+    assert!((0..22).any(|others| is_used_again(others, false)));
+    assert!((0..22).all(|others| !is_used_again(others, true)));
+}
+
+#[test]
 fn space_that_flushes_hold_is_given_back_bit_by_bit() {
     for (kind, stops) in [(FILE, false), (FILE, true), (DEVICE, false)] {
         let (world, file) = pair(kind, true);

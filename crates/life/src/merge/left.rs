@@ -28,7 +28,7 @@ pub(super) async fn finish<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Resul
 }
 
 /// Opens the file of a layer that the disk has no more, which nobody else has open then, and has the children that still name it name `parent`. `None` when
-/// another image has its name by now, or none.
+/// another image has its name by now, or none; and when somebody has written to it as to a disk of its own since it was emptied: then it goes on as one.
 pub(super) async fn pass_children_on<F: Files>(
     work: &Work<'_, F>,
     plan: &Merged,
@@ -43,13 +43,15 @@ pub(super) async fn pass_children_on<F: Files>(
     if layer.which() != Some(plan.identity) {
         return Ok(None);
     }
+    let neighbours = work.neighbours.list().await?;
+    let children = work.other_children(&neighbours, &layer, &[layer.path()]).await?;
     if layer.image().next_own(Extent::from_range(0..size_of(&layer))).await?.is_some() {
+        let Some(child) = children.first() else { return Ok(None) };
         let what = "the layer has something of its own, and is no layer of the disk any more";
         let error = Error::new(ErrorKind::Corrupt, what).at_path(layer.path());
-        return Err(error.hint("nothing was removed; look for the image that needs it"));
+        return Err(error.hint(format!("nothing was removed; see what {} shows, which is its child", child.display())));
     }
-    let neighbours = work.neighbours.list().await?;
-    for child in work.other_children(&neighbours, &layer, &[layer.path()]).await? {
+    for child in children {
         rename_parent(work, &child, parent).await?;
     }
     Ok(Some(layer))

@@ -163,13 +163,14 @@ pub(super) async fn keep_parent<F: Files>(work: &Work<'_, F>, child: &LayerOf<F>
     }
 }
 
-/// `parent` as the image at `child` is to name it.
+/// `parent` as the image at `child` is to name it. That it will is noted beside the parent.
 async fn new_parent<F: Files>(work: &Work<'_, F>, child: &Path, parent: &GraphLayer<F::Store>) -> Result<NewParent> {
     let (child, path) = (work.files.canonical(child).await?, work.files.canonical(parent.path()).await?);
     let relative_path = relative(child.parent().unwrap_or(Path::new("/")), &path).ok_or_else(|| {
         let what = "an image cannot name a parent whose path is not UTF-8";
         Error::new(ErrorKind::InvalidInput, what).at_path(&path).hint("rename the parent, or its folder")
     })?;
+    work.neighbours.note_child(&path, &child).await?;
     let info = parent.info();
     Ok(NewParent {
         relative_path,

@@ -81,10 +81,9 @@ pub(crate) async fn may_have_taken_out<F: Files>(work: &Work<'_, F>, plan: &Plan
 
 /// Removes what `plan` has left, once the disk has the layer no more.
 pub(crate) async fn finish_left<F: Files>(work: &Work<'_, F>, plan: &Plan) -> Result<()> {
-    match plan {
-        Plan::Coalesce(merged) => finish_rest(work, merged).await,
-        Plan::Flatten | Plan::Move(_) => Ok(()),
-    }
+    let Plan::Coalesce(merged) = plan else { return Ok(()) };
+    finish_rest(work, merged).await?;
+    remove_marks(work, merged).await
 }
 
 /// Removes what `plan` has left: the disk has not the layer that it merges.
@@ -132,7 +131,8 @@ pub(crate) async fn is_overtaken<F: Files>(asking: &F, graph: &GraphOf<F>, plan:
     Ok(Gone::of(asking, layer).await?.is_some_and(|gone| Some(gone.child) == child.which()))
 }
 
-/// Removes the mark that one of the two images was deleted ([`Gone`]), once that image has its name no more.
+/// Removes the mark that one of the two images was deleted ([`Gone`]), once that image has its name no more; and that of the parent, when it has kept its own:
+/// that mark says that the layer is about to be merged into it.
 async fn remove_marks<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
     for path in [&plan.path, &plan.parent] {
         if work.files.canonical(path).await.is_err_and(|error| error.kind() == ErrorKind::NotFound) {
@@ -140,7 +140,12 @@ async fn remove_marks<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()>
             remove_if_there(work.files, &names::set(path)).await?;
         }
     }
-    Ok(())
+    let graph = work.node.graph().await;
+    let Some(parent) = graph.handles().iter().find(|layer| layer.path() == plan.parent) else { return Ok(()) };
+    match Gone::of(work.asking, parent).await? {
+        Some(gone) if gone.is_merged && gone.child == plan.identity => Gone::remove(work.files, &plan.parent).await,
+        _ => Ok(()),
+    }
 }
 
 /// The number of the layer that `plan` merges; `None` when the disk has it no more. Its folder may have moved; a copy under another name

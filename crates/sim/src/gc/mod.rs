@@ -38,6 +38,9 @@ use crate::workload::Workload;
 use crate::world::World;
 use steps::Served;
 
+/// Where all images lie.
+const FOLDER: &str = "/images";
+
 type GcNode = Arc<Node<Graph<SimStore>>>;
 
 /// A rule that is broken on purpose.
@@ -219,7 +222,7 @@ impl Host {
 
     /// The path of the image of this name.
     fn named(&self, stem: &str) -> PathBuf {
-        PathBuf::from(format!("/images/{stem}.{}", self.format()))
+        Path::new(FOLDER).join(format!("{stem}.{}", self.format()))
     }
 
     async fn make(&self, path: &Path) -> Result<()> {
@@ -344,7 +347,7 @@ impl Host {
         self.faults_before.set(self.world.faults_fired());
         self.check_all().await;
         let (files, env) = (self.world.files(), self.env());
-        let found = spile_life::gc::look(&self.tools(&files, &files, &env), &self.list()).await;
+        let found = spile_life::gc::look(&self.tools(&files, &files, &env), Path::new(FOLDER), &self.list()).await;
         let is_left = |found: &spile_life::gc::Found| found.disk.is_some() && found.why.is_none();
         let left: Vec<_> = found.iter().filter(|found| is_left(found)).collect();
         assert!(left.is_empty(), "nobody is in the way, and a collection has left {left:?}");
@@ -373,8 +376,15 @@ impl Host {
         let (files, env) = (self.world.files(), self.env());
         let family = Family::ask(&self.tools(&files, &files, &env), &self.list()).await;
         let mut leaves = self.of_fate(Fate::Kept);
+        let names = self.list();
+        // A server refuses a disk with two names: until a merge that was broken off is finished, children may name it by the other one.
+        let has_two = |path: &PathBuf| {
+            let file = self.world.file_number(path);
+            names.iter().any(|other| other != path && self.world.file_number(other) == file)
+        };
         leaves.retain(|path| {
-            self.images.borrow()[path].is_disk && family.children_of(path).is_ok_and(<[PathBuf]>::is_empty)
+            let is_leaf = family.children_of(path).is_ok_and(<[PathBuf]>::is_empty);
+            self.images.borrow()[path].is_disk && is_leaf && !has_two(path)
         });
         leaves
     }

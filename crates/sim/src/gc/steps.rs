@@ -13,7 +13,7 @@ use spile_life::snapshot::{self, new_child};
 use spile_life::{Neighbours, Sizes, Work, delete, merge, names};
 use spile_node::Node;
 
-use super::{Broken, Fate, GcNode, Host};
+use super::{Broken, FOLDER, Fate, GcNode, Host};
 use crate::rng::Rng;
 use crate::store::SimFiles;
 use crate::turns::{Turns, pause};
@@ -38,6 +38,11 @@ impl Neighbours for Listed {
             Self::Once(files) => files.clone(),
         };
         Box::pin(async { Ok(files) })
+    }
+
+    /// All images lie in one folder.
+    fn note_child<'a>(&'a self, _: &'a Path, _: &'a Path) -> Pin<Box<dyn Future<Output = Result<()>> + 'a>> {
+        Box::pin(async { Ok(()) })
     }
 }
 
@@ -280,7 +285,7 @@ impl Host {
         let (files, asking, env) = (self.files(), self.world.files(), self.env());
         let tools = self.tools(&files, &asking, &env);
         let mut disks = Vec::new();
-        for found in look(&tools, &self.list()).await {
+        for found in look(&tools, Path::new(FOLDER), &self.list()).await {
             let Some(disk) = found.disk else {
                 self.count(|summary| summary.waited += 1);
                 continue;

@@ -290,7 +290,7 @@ impl Child {
         Host::new().refuse_unfit(&layers[0].path).await?;
         let size_bytes = self.size_bytes.unwrap_or(layers[0].virtual_bytes);
         let parent = Some(new_parent(&self.path, &layers[0])?);
-        note_child(&layers[0], &real(folder_of(&self.path))?.join(self.path.file_name().unwrap_or_default()))?;
+        note_child(&layers[0].path, &real(folder_of(&self.path))?.join(self.path.file_name().unwrap_or_default()))?;
         let new = NewImage { size_bytes, parent, ..self.like.clone() };
         create_with(&self.path, self.format, &new, self.data_file.as_ref(), self.takes, self.options.no_lock).await?;
         drop(base);

@@ -192,7 +192,7 @@ impl Order {
             refuse_other(&leaf, parent).await.map_err(|error| error.hint(hint))?;
         }
         if self.way != Way::Check {
-            note_child(&layers[0], leaf.path())?;
+            note_child(&layers[0].path, leaf.path())?;
         }
         Ok(named)
     }

@@ -464,6 +464,69 @@ fn a_child_in_another_folder_keeps_its_parent_whole() {
 }
 
 #[test]
+fn what_becomes_a_child_in_another_folder_keeps_the_parent_whole() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for folder in ["golden", "between", "vm", "far"] {
+        fs::create_dir(dir.join(folder)).unwrap();
+    }
+    let anywhere = |args: &[&str]| ok(dir, &[args, &["--allow-parents", "."]].concat());
+    let refused = |parent: &str, child: &str| {
+        for args in [&["delete", parent][..], &["serve", parent, "--nbd", "unix:x"]] {
+            let said = run(dir, args);
+            let text = String::from_utf8_lossy(&said.stderr).into_owned();
+            assert!(!said.status.success() && text.contains(child), "{args:?}: {text}");
+        }
+    };
+    ok(dir, &["create", "golden/g.vhd", "--size", "16M"]);
+    anywhere(&["clone", "golden/g.vhd", "vm/a.vhd"]);
+    // From here on the snapshot is the child, and a merge that takes its place another one.
+    anywhere(&["snapshot", "vm/a.vhd", "--name", "s1"]);
+    refused("golden/g.vhd", "vm/s1.vhd");
+    anywhere(&["coalesce", "vm/a.vhd"]);
+    assert_eq!(files(&dir.join("vm")), ["a.vhd"]);
+    refused("golden/g.vhd", "vm/a.vhd");
+    // The child of a layer that is merged gets the layer's parent, of which its folder has had no child so far.
+    ok(dir, &["create", "golden/h.vhd", "--size", "16M"]);
+    anywhere(&["clone", "golden/h.vhd", "between/m.vhd"]);
+    anywhere(&["clone", "between/m.vhd", "far/b.vhd"]);
+    anywhere(&["clone", "between/m.vhd", "far/c.vhd"]);
+    anywhere(&["coalesce", "far/b.vhd", "--layer", "m.vhd"]);
+    assert!(!dir.join("between/m.vhd").exists());
+    refused("golden/h.vhd", "far/");
+    fs::remove_file(dir.join("far/b.vhd")).unwrap();
+    refused("golden/h.vhd", "far/c.vhd");
+    // A folder that is gone has no children any more.
+    fs::remove_dir_all(dir.join("far")).unwrap();
+    ok(dir, &["delete", "golden/h.vhd"]);
+    anywhere(&["check", "vm/a.vhd"]);
+}
+
+#[test]
+fn a_merge_into_a_deleted_image_that_is_broken_off_can_be_done_by_hand() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    make(dir, "gc-by-hand");
+    let (disk, mark) = (raw_of(dir, "a.vhd"), dir.join(".s1.vhd.spile-gone"));
+    ok(dir, &["delete", "s1.vhd"]);
+    let mut slow = spile();
+    slow.args(["gc", ".", "--rate", "256k"]).current_dir(dir).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut slow = slow.spawn().unwrap();
+    eventually("the merge has begun", || dir.join(".a.vhd.spile-job").exists());
+    slow.kill().unwrap();
+    slow.wait().unwrap();
+    eventually("the disk is free", || run(dir, &["job", "a.vhd", "cancel"]).status.success());
+    assert!(fs::read_to_string(&mark).unwrap().contains("merged"));
+    ok(dir, &["coalesce", "a.vhd", "--layer", "s2.vhd"]);
+    // What was merged is an image as every other one, and can be deleted anew.
+    assert_eq!(files(dir), ["a.vhd", "s1.vhd"]);
+    ok(dir, &["delete", "s1.vhd"]);
+    assert_eq!(collected(&json(dir, &["gc", "."])), [is("deleted", "s1.vhd", "done")]);
+    assert_eq!(files(dir), ["a.vhd"]);
+    assert!(raw_of(dir, "a.vhd") == disk);
+}
+
+#[test]
 fn a_mark_that_cannot_be_written_is_none() {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().join("full");

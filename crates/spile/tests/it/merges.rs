@@ -43,6 +43,10 @@ impl Neighbours for CloneBehind {
         }
         Box::pin(async { Ok(files) })
     }
+
+    fn note_child<'a>(&'a self, _: &'a Path, _: &'a Path) -> Pin<Box<dyn Future<Output = Result<()>> + 'a>> {
+        Box::pin(async { Ok(()) })
+    }
 }
 
 /// Makes leaf.vhd over middle.vhd over base.vhd, each with 1 MiB of its own at the start and at another place.

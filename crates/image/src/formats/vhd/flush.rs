@@ -8,7 +8,7 @@ use spile_core::{Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
 use super::alloc::Ready;
 use super::check::write_batmap;
 use super::codec::batmap::BatmapHeader;
-use super::journal::Pending;
+use super::journal::{Pending, Turned};
 use super::{SECTOR, Sparse};
 
 /// Joins concurrent flushes: a caller is served by any run that begins after its call.
@@ -85,15 +85,19 @@ impl<S: Store> Sparse<S> {
             self.alloc.add_ready(punched);
             return self.punch_released(gone).await;
         }
-        let (half, pending) = self.journal.turn().await;
+        let Turned { half, pending, has_left } = self.journal.turn().await;
         let bitmaps = self.snapshot(&pending);
         self.store.sync().await?;
-        self.alloc.add_ready(punched);
         for (sector, bytes) in bitmaps {
             self.store.write_at(StoreOffset(u64::from(sector) * SECTOR), &bytes, Via::Cached).await?;
         }
         self.store.sync().await?;
         self.journal.retire(&self.store, half).await?;
+        // Not before: a record may name the place together with a block that may get it again, and the next process would believe it.
+        match has_left {
+            false => self.alloc.add_ready(punched),
+            true => self.alloc.lock().released.punched.extend(punched),
+        }
         self.punch_released(gone).await
     }
 

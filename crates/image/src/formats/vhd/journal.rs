@@ -94,6 +94,16 @@ struct Half {
 /// Blocks whose bitmaps must be written, with the sector each lies at. In order, so that a simulated run can be repeated.
 pub(crate) type Pending = BTreeMap<u32, (u32, Arc<Bits>)>;
 
+/// What [`Journal::turn`] leaves to be retired.
+pub(crate) struct Turned {
+    /// The half that takes no more records.
+    pub half: usize,
+    /// All that is pending: what was left by a retirement that failed, or by an earlier process, too.
+    pub pending: Pending,
+    /// The other half, which takes records now, has some that a retirement has left.
+    pub has_left: bool,
+}
+
 /// The slot of a record that is to be written; a retirement of its half waits for it.
 pub(crate) struct Slot<'a> {
     journal: &'a Journal,
@@ -235,15 +245,15 @@ impl Journal {
         });
     }
 
-    /// Switches to the other half and waits for the records of the old one that are under way. Returns the old half's
-    /// number and all that is pending: what was left by a retirement that failed, or by an earlier process, too. One
-    /// caller at a time, each followed by [`Journal::retire`].
-    pub(crate) async fn turn(&self) -> (usize, Pending) {
-        let (old, left) = {
+    /// Switches to the other half and waits for the records of the old one that are under way. One caller at a time, each followed by
+    /// [`Journal::retire`].
+    pub(crate) async fn turn(&self) -> Turned {
+        let (old, left, has_left) = {
             let mut state = self.lock();
             let old = state.current;
             state.current = 1 - old;
-            (old, state.halves[1 - old].pending.clone())
+            let other = &state.halves[1 - old];
+            (old, other.pending.clone(), other.used > 0)
         };
         loop {
             let listener = self.changed.listen();
@@ -256,7 +266,7 @@ impl Journal {
                     half.unwritten.clear();
                     let mut pending = half.pending.clone();
                     pending.extend(left.iter().map(|(block, at)| (*block, at.clone())));
-                    return (old, pending);
+                    return Turned { half: old, pending, has_left };
                 }
             }
             listener.await;
