@@ -13,6 +13,7 @@ use std::task::Waker;
 use spile_core::{Error, ErrorKind, Files as _, OpenMode, Result};
 use spile_image::formats::vhd::{self, CreateParams};
 
+use crate::exec::end_in;
 use crate::faults::{Faults, Harm, Sabotage};
 use crate::file::{Change, Effect, SimFile};
 use crate::names::Names;
@@ -63,6 +64,8 @@ pub(crate) struct State {
     pub slow_reads: BTreeSet<u64>,
     pub slow_begun: u64,
     syncs: u64,
+    /// After so many more changes of names the run ends, and how many steps behind the last of them.
+    ends_behind: Option<(u64, u64)>,
     trace: Trace,
 }
 
@@ -71,6 +74,18 @@ pub(crate) struct State {
 struct Trace {
     hash: u64,
     lines: Option<Vec<String>>,
+}
+
+impl State {
+    /// A name has changed.
+    pub fn name_changed(&mut self) {
+        if let Some((left, steps)) = self.ends_behind.take() {
+            match left {
+                0 => end_in(steps),
+                left => self.ends_behind = Some((left - 1, steps)),
+            }
+        }
+    }
 }
 
 impl Trace {
@@ -111,6 +126,7 @@ impl World {
             slow_reads: BTreeSet::new(),
             slow_begun: 0,
             syncs: 0,
+            ends_behind: None,
             trace: Trace::default(),
         };
         Self { state: Arc::new(Mutex::new(state)) }
@@ -250,6 +266,11 @@ impl World {
     /// All names of files, in their order.
     pub fn names(&self) -> Vec<PathBuf> {
         self.lock().names.all().map(|(path, _)| path.clone()).collect()
+    }
+
+    /// Has the run end `steps` steps behind the change of names with this number, counted from now on; `None`: as it would without.
+    pub(crate) fn end_behind(&self, change: Option<(u64, u64)>) {
+        self.lock().ends_behind = change;
     }
 
     /// Makes everything in the file at `path` durable. Nothing may be in flight.

@@ -1,9 +1,12 @@
 //! What a merge has left behind whose process ended after the disk had lost the layer.
 
-use spile_core::{Error, ErrorKind, Extent, Files, Result};
+use std::path::{Path, PathBuf};
+
+use spile_core::{Error, ErrorKind, Extent, Files, OpenMode, Result, Store};
 use spile_image::layer::Layer as _;
 use spile_image::{OpenOptions, open_layer};
 
+use super::check::just_gone;
 use super::middle::rename_parent;
 use super::named;
 use crate::jobs::Merged;
@@ -27,7 +30,7 @@ pub(super) async fn finish<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Resul
     }
 }
 
-/// Opens the file of a layer that the disk has no more, which nobody else has open then, and has the children that still name it name `parent`. `None` when
+/// Opens the file of a layer that the disk has no more, which nobody else has open then, and has the children that still name it name `parent`, durably. `None` when
 /// another image has its name by now, or none; and when somebody has written to it as to a disk of its own since it was emptied: then it goes on as one.
 pub(super) async fn pass_children_on<F: Files>(
     work: &Work<'_, F>,
@@ -54,5 +57,21 @@ pub(super) async fn pass_children_on<F: Files>(
     for child in children {
         rename_parent(work, &child, parent).await?;
     }
+    settle_children(work, &neighbours, &plan.parent, parent).await?;
     Ok(Some(layer))
+}
+
+/// Makes durable that children name `parent` by the name `path`, before the name goes by which they knew what they need until now. Whoever gave a child
+/// its new parent may have been killed just before that was durable: it is seen then, and a power cut would bring the old name back.
+pub(super) async fn settle_children<F: Files>(
+    work: &Work<'_, F>,
+    neighbours: &[PathBuf],
+    path: &Path,
+    parent: &LayerOf<F>,
+) -> Result<()> {
+    for child in work.children_at(neighbours, path, parent.image().identity(), &[]).await? {
+        let opened = work.asking.open(&child.as_path().into(), OpenMode::ReadOnly).await;
+        opened.map_err(|error| just_gone(error, &child))?.sync().await?;
+    }
+    Ok(())
 }

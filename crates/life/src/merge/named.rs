@@ -16,7 +16,7 @@ use spile_core::{Error, ErrorKind, Files, Result, Store};
 use spile_image::Broken;
 use spile_image::layer::Layer as _;
 
-use super::left::pass_children_on;
+use super::left::{pass_children_on, settle_children};
 use super::middle::{name_parent, rename_parent};
 use crate::gone::Gone;
 use crate::jobs::Merged;
@@ -70,6 +70,7 @@ pub(super) async fn take<F: Files>(work: &Work<'_, F>, plan: &Merged, parent: &L
     for other in &others {
         rename_parent(work, other, parent).await?;
     }
+    settle_children(work, &neighbours, &plan.path, parent).await?;
     remove_if_there(files, &plan.parent).await?;
     Gone::remove(files, &plan.parent).await
 }

@@ -29,7 +29,7 @@ use spile_node::Node;
 use crate::exec::{Executor, block_on};
 use crate::explore::{Finding, catch_findings};
 use crate::faults::Faults;
-use crate::oracle::Oracle;
+use crate::oracle::{Crash, Oracle};
 use crate::plan::{Life, Plan};
 use crate::qcow2::Form;
 use crate::rng::Rng;
@@ -93,6 +93,9 @@ struct Host {
     /// The number of the next process.
     next_process: Cell<u64>,
     faults_before: Cell<u64>,
+    /// The process before was killed close behind a change of names.
+    was_killed_there: Cell<bool>,
+    brink_rng: RefCell<Rng>,
     summary: Cell<GcSummary>,
 }
 
@@ -159,6 +162,8 @@ pub fn run_gc(seed: u64, broken: Broken, trace: bool) -> Result<GcSummary, Findi
         deleting: RefCell::default(),
         next_process: Cell::new(1),
         faults_before: Cell::new(0),
+        was_killed_there: Cell::new(false),
+        brink_rng: RefCell::new(Rng::new(seed).split(102)),
         summary: Cell::default(),
     });
     catch_findings(&world, move || host.all(&mut rng))
@@ -272,16 +277,28 @@ impl Host {
     fn live(self: &Rc<Self>, life: &Life, rng: &mut Rng) -> u64 {
         self.faults_before.set(self.world.faults_fired());
         self.deleting.take();
+        let (change, crash) = self.draw_end(life);
+        self.world.end_behind(change);
         let mut executor = Executor::new(self.world.clone(), Rng::new(rng.word()));
         let ended = self.phases(&mut executor, life, rng);
         let steps = executor.steps();
-        self.world.end(ended.is_none().then_some(life.crash));
+        self.world.end(ended.is_none().then_some(crash));
+        self.was_killed_there.set(ended.is_none() && change.is_some() && crash == Crash::Death);
         drop(executor);
         self.world.set_faults(Faults::default());
         if ended.is_none() {
-            self.images.borrow().values().for_each(|image| image.oracle.borrow_mut().crash(life.crash));
+            self.images.borrow().values().for_each(|image| image.oracle.borrow_mut().crash(crash));
         }
         steps
+    }
+
+    /// Where a life ends that is to end close behind a change of names, and how. Most steps have little to do with these. What a process has seen that was killed
+    /// there need not be durable: the next one may build on it, and lose its power.
+    fn draw_end(&self, life: &Life) -> (Option<(u64, u64)>, Crash) {
+        let mut rng = self.brink_rng.borrow_mut();
+        let (change, was_there) = ((rng.below(30), rng.skewed(60)), self.was_killed_there.get());
+        let is_drawn = life.crash_at.is_some() && (rng.chance(1, 3) || was_there);
+        (is_drawn.then_some(change), if was_there { Crash::PowerCut } else { life.crash })
     }
 
     /// Look at all images, open a disk, work, verify, close; `None` when the processes ended on the way. Faults begin with the work.
@@ -368,7 +385,9 @@ impl Host {
 
     /// The files of the folder.
     fn list(&self) -> Vec<PathBuf> {
-        self.world.names()
+        let mut names = self.world.names();
+        names.retain(|path| path.starts_with(FOLDER));
+        names
     }
 
     /// The disks without a child that guests may write to.

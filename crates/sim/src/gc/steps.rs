@@ -187,15 +187,17 @@ impl Host {
         self.deleting.borrow_mut().remove(&path);
     }
 
-    /// As `spile clone`: the base is open until the child names it.
+    /// As `spile clone`: the base is open until the child names it, and the child gets its name when it is whole.
     async fn clone_of(&self, base: &Path, path: &Path) -> Result<()> {
         let (files, asking, env) = (self.files(), self.world.files(), self.env());
         let graph = self.open(&files, base, true).await?;
         refuse_unfit(&self.tools(&files, &asking, &env), base, &self.list()).await?;
         let new = new_child(&graph.layers()[0], self.size_bytes, base)?;
-        let store = Files::create(&files, path, 0).await?;
+        let unnamed = PathBuf::from(format!("/unnamed/{}", self.next_process.get()));
+        let store = Files::create(&files, &unnamed, 0).await?;
         self.format().create(&store, &*env, &new).await?;
         drop(store);
+        files.link(&unnamed, path).await?;
         drop(graph);
         Ok(())
     }
