@@ -347,15 +347,14 @@ impl Found {
     }
 }
 
-/// What there is to do in `folder`. `paths` are its files, and those of other folders that may have children of its images, all canonical. What cannot be
-/// judged waits, and says why.
-pub async fn look<F: Files>(tools: &Tools<'_, F>, folder: &Path, paths: &[PathBuf]) -> Vec<Found> {
+/// What there is to do among `paths`, the files of a folder, canonical. What cannot be judged waits, and says why.
+pub async fn look<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf]) -> Vec<Found> {
     let family = match paths.iter().any(|path| names::is_gone(path)) {
         true => Family::ask(tools, paths).await,
         false => Family::default(),
     };
     let mut found = Vec::new();
-    for path in paths.iter().filter(|path| path.parent() == Some(folder)) {
+    for path in paths {
         let Some(disk) = names::disk_of(path) else { continue };
         if names::is_gone(path) {
             found.push(deleted(tools, &family, path, &disk).await);

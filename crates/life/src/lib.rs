@@ -32,7 +32,7 @@ use spile_core::{ErrorKind, Files, Result};
 
 use jobs::{Note, Plan, State};
 pub use recover::recover;
-pub use work::{Later, Marks, Neighbours, Put, Sizes, Work};
+pub use work::{Later, Marks, Neighbours, NoteChild, Put, Sizes, Work};
 
 /// Goes on with what `plan` says.
 ///

@@ -128,6 +128,11 @@ pub fn children(image: &Path) -> PathBuf {
     beside(image, "children")
 }
 
+/// What is to take the place of the note [`children`] at `note`, while it is written.
+pub fn new_children(note: &Path) -> PathBuf {
+    beside(&disk_of(note).unwrap_or_else(|| note.to_owned()), "new-children")
+}
+
 /// That the snapshot is one of a set that is not whole ([`crate::set`]).
 pub fn set(snapshot: &Path) -> PathBuf {
     beside(snapshot, "set")
@@ -187,6 +192,7 @@ mod tests {
         let from_elsewhere =
             [receiving, received, new_received, new_changes, came, new_came, left, new_left, moving_parent, taking]
                 .map(|of| of(disk));
+        assert_eq!(disk_of(&new_children(&children(disk))).as_deref(), Some(disk));
         let named = here.into_iter().chain(from_elsewhere);
         for beside in named {
             assert_eq!(beside.parent(), disk.parent());

@@ -18,7 +18,7 @@ use spile_node::{Node, OldEpoch, close_gates};
 use crate::names;
 use crate::recover::recover;
 use crate::snapshot::{self, Made, Plan, check_extension, child_format, refuse_job, remove_if_there};
-use crate::work::refuse_data_file;
+use crate::work::{NoteChild, refuse_data_file};
 
 /// The way back of a disk.
 pub struct Back<'a, F: Files> {
@@ -28,6 +28,8 @@ pub struct Back<'a, F: Files> {
     pub env: Arc<dyn Env>,
     /// What the disk is to hold. It is open until this has ended: nobody can delete it or write to it.
     pub base: &'a Graph<F::Store>,
+    /// Notes who is whose child.
+    pub notes: &'a dyn NoteChild,
     /// The new leaf, a child of that.
     pub new: &'a NewImage,
     /// The format in which the disk is opened, if that was said.
@@ -114,7 +116,9 @@ impl<F: Files> Back<'_, F> {
     ) -> Result<Ready<F::Store, G, N::Turn>> {
         let turn = noting.note_difference(before, self.base).await?;
         let kept = match keep {
-            Some(plan) => Some(snapshot::prepare(self.files, self.env.clone(), before, plan).await?.into_parts()),
+            Some(plan) => {
+                Some(snapshot::prepare(self.files, self.env.clone(), self.notes, before, plan).await?.into_parts())
+            }
             None => None,
         };
         match self.make_leaf(now(before, kept.as_ref()), options, wrap).await {

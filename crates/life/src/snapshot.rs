@@ -25,6 +25,7 @@ use spile_image::{Format, Graph, GraphLayer, LayerInfo, OpenOptions, check_new_c
 use crate::gone::Gone;
 use crate::names;
 use crate::recover::recover;
+use crate::work::NoteChild;
 
 /// A snapshot that is to be made.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -162,7 +163,7 @@ pub(crate) fn check_extension(disk: &Path, given: Option<Format>, child: Format)
 }
 
 /// Makes the new leaf and has it take the disk's path. `graph` is what the disk is now; its leaf is open for writing. When it fails,
-/// everything is as it was.
+/// everything is as it was. `notes` notes the snapshot beside its parent.
 ///
 /// # Errors
 /// `ReadOnly`; `Exists` when the snapshot's name is taken; `NotFound` when the disk's file is not at its path any more; `Unsupported`
@@ -170,11 +171,15 @@ pub(crate) fn check_extension(disk: &Path, given: Option<Format>, child: Format)
 pub async fn prepare<F: Files>(
     files: &F,
     env: Arc<dyn Env>,
+    notes: &dyn NoteChild,
     graph: &Graph<F::Store>,
     plan: &Plan,
 ) -> Result<Prepared<F::Store>> {
     let old = graph.handles()[0].clone();
     check_disk(files, graph, plan).await?;
+    if let Some(parent) = graph.handles().get(1) {
+        notes.note_child(&files.canonical(parent.path()).await?, &plan.snapshot).await?;
+    }
     // What cannot be made durable is told before anything has changed, and little is left for the sealing.
     old.image()
         .flush()

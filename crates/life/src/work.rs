@@ -38,8 +38,25 @@ pub struct Work<'a, F: Files> {
     pub broken: Broken,
 }
 
+/// Notes who is whose child.
+pub trait NoteChild {
+    /// Notes durably that the image at `child` is to be a child of the one at `parent`, both by whole paths: whoever looks for the children of that finds
+    /// it from now on, in another folder, too.
+    ///
+    /// # Errors
+    /// The system's.
+    fn note_child<'a>(&'a self, parent: &'a Path, child: &'a Path) -> Later<'a, ()>;
+}
+
+/// All images lie in one folder.
+impl NoteChild for () {
+    fn note_child<'a>(&'a self, _: &'a Path, _: &'a Path) -> Later<'a, ()> {
+        Box::pin(async { Ok(()) })
+    }
+}
+
 /// Finds files that may have one of a disk's images as their parent.
-pub trait Neighbours {
+pub trait Neighbours: NoteChild {
     /// All files that lie now in the folders of the disk's images.
     ///
     /// # Errors
@@ -54,13 +71,6 @@ pub trait Neighbours {
         let _ = image;
         self.list()
     }
-
-    /// Notes durably that the image at `child` is to be a child of the one at `parent`, both by canonical paths: whoever looks for the children of that finds
-    /// it from now on, in another folder, too.
-    ///
-    /// # Errors
-    /// The system's.
-    fn note_child<'a>(&'a self, parent: &'a Path, child: &'a Path) -> Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
 }
 
 /// What is there later.
@@ -149,14 +159,16 @@ pub trait Marks {
     fn look<'a>(&'a self, paths: &'a [PathBuf]) -> Later<'a, Option<String>>;
 }
 
+impl NoteChild for Vec<PathBuf> {
+    fn note_child<'a>(&'a self, parent: &'a Path, child: &'a Path) -> Later<'a, ()> {
+        ().note_child(parent, child)
+    }
+}
+
 /// Folders in which nothing changes.
 impl Neighbours for Vec<PathBuf> {
     fn list(&self) -> Pin<Box<dyn Future<Output = Result<Vec<PathBuf>>> + '_>> {
         Box::pin(async { Ok(self.clone()) })
-    }
-
-    fn note_child<'a>(&'a self, _: &'a Path, _: &'a Path) -> Pin<Box<dyn Future<Output = Result<()>> + 'a>> {
-        Box::pin(async { Ok(()) })
     }
 }
 
@@ -253,6 +265,14 @@ impl<F: Files> Work<'_, F> {
     pub(crate) fn guests(&self) -> u64 {
         let reading = self.node.meter().read();
         Op::ALL.iter().map(|op| reading.op(*op).ended).sum()
+    }
+
+    /// Notes that the image of `layer` of `graph` is to have the name `name`, in its folder, beside its parent.
+    pub(crate) async fn note_new_name(&self, graph: &GraphOf<F>, layer: &LayerOf<F>, name: &Path) -> Result<()> {
+        let mut from_there = graph.handles().iter().skip_while(|other| other.id() != layer.id());
+        let Some(parent) = from_there.nth(1) else { return Ok(()) };
+        let (parent, path) = (self.files.canonical(parent.path()).await?, self.files.canonical(layer.path()).await?);
+        self.neighbours.note_child(&parent, &path.with_file_name(name.file_name().unwrap_or_default())).await
     }
 
     /// The path of the disk.

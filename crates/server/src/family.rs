@@ -1,17 +1,14 @@
 //! Keeps a parent from being written: a write to it would change, without a word, what its children show.
 //!
 //! A parent does not know its children. So the other images of its folder are asked, and no more than a bounded number for
-//! a bounded time. When Spile makes a child in another folder, a note beside the parent says so, and from then on the images of that folder are asked,
-//! too, all of them: by snapshots and merges other images there become children of the parent in that one's place. Children are opened without locks, for
-//! reading only.
+//! a bounded time: of children in other folders those are found that Spile has made, by a note beside the parent. Children are opened without
+//! locks, for reading only.
 
-use std::collections::BTreeSet;
-use std::io::{Read as _, Write as _};
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use spile_core::{Error, ErrorKind, Files as _, Result, ResultExt as _, Store as _};
+use spile_core::{Error, ErrorKind, Files as _, Result, Store as _};
 use spile_engine::run_blocking;
 use spile_image::layer::{Identity, Layer as _};
 use spile_image::{Graph, LayerInfo, is_child_of};
@@ -20,6 +17,8 @@ use spile_life::gc::{holds_data, may_have_parent};
 use spile_life::motion::is_parent;
 use spile_life::names;
 use spile_store::{CacheMode, FileId, HostStore, OsFiles};
+
+use crate::far_children;
 
 /// The most names in a folder that are looked at.
 const MOST_NAMES: usize = 16 << 10;
@@ -137,17 +136,24 @@ fn other_names(path: &Path) -> Vec<PathBuf> {
 /// `Denied`, naming the child, and when not all images could be asked; the system's when there is no such file.
 pub async fn refuse_lost_parent(path: &Path) -> Result<()> {
     let whole = OsFiles::default().canonical(path).await?;
-    // What is in the file is not looked at: a child has lost its parent, too, when another image has taken its name.
-    match child_of(&whole, None).await {
-        Children::None => Ok(()),
-        Children::NotAllAsked => {
-            let what = "an image in its folder may be a child of this disk: not all of them could be asked";
-            let error = Error::new(ErrorKind::Denied, what).at_path(path);
-            Err(error.hint("choose another place; or say --write-parent if no image needs this one"))
+    let at = whole.clone();
+    let others = run_blocking(path, move || other_names(&at)).await;
+    for name in std::iter::once(&whole).chain(&others) {
+        // What is in the file is not looked at: a child has lost its parent, too, when another image has taken its name.
+        match child_of(name, None).await {
+            Children::None => {}
+            Children::NotAllAsked => {
+                let what = "an image in its folder may be a child of this disk: not all of them could be asked";
+                let error = Error::new(ErrorKind::Denied, what).at_path(path);
+                return Err(error.hint("choose another place; or say --write-parent if no image needs this one"));
+            }
+            Children::Has(child) => {
+                return Err(is_a_parent(path, &child, "")
+                    .hint("choose another place; or say --write-parent if the child is of no use any more"));
+            }
         }
-        Children::Has(child) => Err(is_a_parent(path, &child, "")
-            .hint("choose another place; or say --write-parent if the child is of no use any more")),
     }
+    Ok(())
 }
 
 /// What the other images in an image's folder say of their parents.
@@ -227,7 +233,7 @@ pub async fn beside(images: &[LayerInfo]) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// All files that lie in `folder`, sorted, whatever they are, and those of other folders that have children of its images.
+/// All files that lie in `folder`, sorted, whatever they are.
 ///
 /// # Errors
 /// `Denied` when the folder has too many to look at, or cannot be read.
@@ -245,114 +251,41 @@ pub async fn files_in(folder: &Path) -> Result<Vec<PathBuf>> {
 /// No file has this name.
 const ANY_NAME: &str = "\0";
 
-/// Files in folders.
+/// Images in a folder.
 struct Neighbours {
     images: Vec<PathBuf>,
-    /// False when the folders have more, or one cannot be read.
+    /// False when the folder has more, or cannot be read.
     are_all: bool,
 }
 
-impl Neighbours {
-    /// Adds the files in `folder` for which `is_wanted` says yes, as long as there are less than `most`.
-    fn add(&mut self, folder: &Path, most: usize, mut is_wanted: impl FnMut(&Path) -> bool) {
-        let Ok(entries) = std::fs::read_dir(folder) else {
-            self.are_all = false;
-            return;
-        };
-        for (number, name) in entries.enumerate() {
-            match name.map(|name| name.path()) {
-                Ok(other) if number < MOST_NAMES && self.images.len() < most => {
-                    self.images.extend(is_wanted(&other).then_some(other));
-                }
-                _ => {
-                    self.are_all = false;
-                    return;
-                }
-            }
-        }
-    }
-}
-
-/// The paths in the note at `note`.
-fn far_children(note: &Path) -> std::io::Result<Vec<PathBuf>> {
-    let mut text = String::new();
-    std::fs::File::open(note)?.take(MOST_NOTE_BYTES).read_to_string(&mut text)?;
-    if text.len() as u64 == MOST_NOTE_BYTES {
-        return Err(std::io::ErrorKind::FileTooLarge.into());
-    }
-    Ok(text.lines().filter(|line| line.starts_with('/')).map(PathBuf::from).collect())
-}
-
-/// The folder that is asked for what is noted of `child`. `None` for a device: that is asked by itself.
-fn noted_folder(child: &Path) -> Option<&Path> {
-    child.parent().filter(|folder| !folder.starts_with("/dev"))
-}
-
-/// A note of children is shorter than this. Each folder is noted once.
-const MOST_NOTE_BYTES: u64 = 4 << 20;
-
-/// Notes beside the image at `parent` that the file at `child`, in another folder, is to be a child of it: whoever asks the parent's folder for children
-/// asks the child's, too. Both paths are whole, and the child does not name the parent yet.
-///
-/// # Errors
-/// The system's. `ReadOnly` and `Denied` where the parent's folder cannot be changed.
-pub fn note_far_child(parent: &Path, child: &Path) -> Result<()> {
-    if parent.parent() == child.parent() || parent.starts_with("/dev") {
-        return Ok(());
-    }
-    let note = names::children(parent);
-    let line = child.to_str().filter(|line| !line.contains('\n')).ok_or_else(|| {
-        let error = Error::new(ErrorKind::InvalidInput, "the parent's folder cannot have a note of this name");
-        error.at_path(child).hint("choose a name that is UTF-8, without line ends")
-    })?;
-    let is_it = |other: &PathBuf| match noted_folder(child) {
-        Some(folder) => noted_folder(other) == Some(folder),
-        None => other == child,
-    };
-    let is_noted = far_children(&note).is_ok_and(|there| there.iter().any(is_it));
-    let write = || {
-        // What another process has just written need not be durable yet.
-        let file = match is_noted {
-            true => std::fs::File::open(&note)?,
-            false => {
-                let mut file = std::fs::File::options().append(true).create(true).open(&note)?;
-                // A power cut may have left a part of a line at the end.
-                file.write_all(format!("\n{line}\n").as_bytes())?;
-                file
-            }
-        };
-        file.sync_all()?;
-        std::fs::File::open(parent.parent().unwrap_or(Path::new("/")))?.sync_all()
-    };
-    write().map_err(|source| Error::io("the parent's folder cannot note its child", source)).at_path(&note)
-}
-
-/// The other files in the folder of `path` for which `may_be_child` says yes, and such files in the folders that are noted there to have children. None in
-/// `/dev`, but for those that are noted themselves.
+/// The other files in the folder of `path` for which `may_be_child` says yes, `most` at most, behind those that are noted there as children in other folders.
+/// None in `/dev`.
 fn neighbours(path: &Path, most: usize, may_be_child: impl Fn(&Path) -> bool) -> Neighbours {
     let folder = path.parent().unwrap_or(Path::new("/"));
     let mut found = Neighbours { images: Vec::new(), are_all: true };
     if folder.starts_with("/dev") {
         return found;
     }
-    let (mut notes, mut folders) = (Vec::new(), BTreeSet::new());
-    found.add(folder, most, |other| {
-        notes.extend(names::disk_of(other).filter(|image| names::children(image) == other).map(|_| other.to_owned()));
-        other != path && may_be_child(other)
-    });
-    for note in notes {
-        let Ok(far) = far_children(&note) else { return Neighbours { are_all: false, ..found } };
-        for child in far {
-            match noted_folder(&child) {
-                Some(other) => folders.extend((other != folder).then(|| other.to_owned())),
-                None => found.images.extend(may_be_child(&child).then_some(child)),
+    let Ok(entries) = std::fs::read_dir(folder) else { return Neighbours { are_all: false, ..found } };
+    let mut here = Vec::new();
+    for (number, name) in entries.enumerate() {
+        match name.map(|name| name.path()) {
+            Ok(other) if number < MOST_NAMES && here.len() < most => {
+                if names::disk_of(&other).is_some_and(|image| names::children(&image) == other) {
+                    match far_children::read(&other) {
+                        Ok(far) => found.images.extend(far.into_iter().filter(|child| may_be_child(child))),
+                        Err(_) => found.are_all = false,
+                    }
+                }
+                here.extend((other != path && may_be_child(&other)).then_some(other));
+            }
+            _ => {
+                found.are_all = false;
+                break;
             }
         }
     }
-    // One that is gone has no images any more.
-    for other in folders.iter().filter(|other| !other.metadata().is_err_and(|e| e.kind() == std::io::ErrorKind::NotFound)) {
-        found.add(other, most, &may_be_child);
-    }
+    found.images.append(&mut here);
     found
 }
 

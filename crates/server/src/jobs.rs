@@ -6,17 +6,17 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use spile_core::{Disk as _, Env, Error, ErrorKind, Result};
-use spile_engine::{OsEnv, run_blocking};
+use spile_engine::OsEnv;
 use spile_image::{Broken, Graph, LayerInfo};
 use spile_life::jobs::{Job, Note, Plan, which};
-use spile_life::{Neighbours, Sizes, Work};
+use spile_life::{Later, Neighbours, NoteChild, Sizes, Work};
 use spile_node::Node;
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 
 use crate::checkpoints::Checkpoints;
 use crate::family;
+use crate::far_children::HostNotes;
 use crate::noted::Noted;
-use crate::parents;
 use crate::serving::failed_syncs;
 
 /// How the files of a disk are opened.
@@ -91,10 +91,11 @@ impl Neighbours for Beside {
     fn beside<'a>(&'a self, image: &'a Path) -> Pin<Box<dyn Future<Output = Result<Vec<PathBuf>>> + 'a>> {
         Box::pin(async move { family::files_in(image.parent().unwrap_or(Path::new("/"))).await })
     }
+}
 
-    fn note_child<'a>(&'a self, parent: &'a Path, child: &'a Path) -> Pin<Box<dyn Future<Output = Result<()>> + 'a>> {
-        let (parent, child) = (parent.to_owned(), child.to_owned());
-        Box::pin(async move { run_blocking(&parent.clone(), move || parents::note_child(&parent, &child)).await })
+impl NoteChild for Beside {
+    fn note_child<'a>(&'a self, parent: &'a Path, child: &'a Path) -> Later<'a, ()> {
+        HostNotes.note_child(parent, child)
     }
 }
 

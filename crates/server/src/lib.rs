@@ -14,6 +14,7 @@ pub mod backup;
 pub mod checkpoints;
 pub mod disks;
 pub mod family;
+pub mod far_children;
 pub mod grow;
 pub mod host;
 pub mod host_device;

@@ -12,6 +12,7 @@ use spile_life::revert::Back;
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 
 use crate::disks;
+use crate::far_children::HostNotes;
 use crate::host::Host;
 use crate::jobs::refuse_failed_syncs;
 use crate::parents::{all_real, new_parent, note_child};
@@ -59,6 +60,6 @@ impl Ground {
 
     /// The way back, of a disk that is opened in the format `given` if that is said.
     pub fn back<'a>(&'a self, files: &'a HostFiles, given: Option<Format>) -> Back<'a, HostFiles> {
-        Back { files, env: Arc::new(OsEnv), base: &self.base, new: &self.new, given }
+        Back { files, env: Arc::new(OsEnv), base: &self.base, notes: &HostNotes, new: &self.new, given }
     }
 }

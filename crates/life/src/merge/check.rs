@@ -133,6 +133,15 @@ pub(super) async fn check<F: Files>(
     check_mark(work, graph, number, keeps_name).await?;
     let others = other_children(work, graph, number).await?;
     for other in &others {
+        if let Some(disk) = names::disk_of(other).filter(|disk| names::new_leaf(disk) == *other) {
+            let what = format!("a snapshot of {} was broken off, and has left a child of this image", disk.display());
+            return Err(refuse(
+                ErrorKind::Busy,
+                what,
+                layer.path(),
+                "spile gc removes that; then begin the merge again",
+            ));
+        }
         let Some(format) = Format::from_extension(other).filter(|format| format.about().has_parents) else {
             let what =
                 format!("{} is a child of this image, too, and its name does not say its format", other.display());

@@ -66,6 +66,7 @@ async fn grow<F: Files>(graph: &GraphOf<F>, parent: &LayerOf<F>) -> Result<()> {
 /// Gives the parent's file the name of the leaf, which has nothing any more.
 async fn take_place<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, parent: &LayerOf<F>) -> Result<()> {
     let (disk, old_path) = (graph.handles()[0].path().to_owned(), parent.path().to_owned());
+    work.note_new_name(graph, parent, &disk).await?;
     work.files.rename(&old_path, &disk).await?;
     parent.image().store().set_path(&disk);
     Ok(())

@@ -46,7 +46,9 @@ pub(super) async fn pass_children_on<F: Files>(
     if layer.which() != Some(plan.identity) {
         return Ok(None);
     }
-    let neighbours = work.neighbours.list().await?;
+    let mut neighbours = work.neighbours.list().await?;
+    // The disk has the layer no more, and this may be another folder.
+    neighbours.extend(work.neighbours.beside(&plan.path).await?);
     let children = work.other_children(&neighbours, &layer, &[layer.path()]).await?;
     if layer.image().next_own(Extent::from_range(0..size_of(&layer))).await?.is_some() {
         let Some(child) = children.first() else { return Ok(None) };

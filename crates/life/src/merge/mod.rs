@@ -47,10 +47,7 @@ pub use self::check::{find_layer, is_called, plan, plan_keeping};
 /// What refuses the merge, and then nothing has changed; the stores'. What is done by then is valid.
 pub async fn coalesce<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
     let disk = work.disk_path().await;
-    let result = match begin(work, plan).await {
-        Ok(()) => remove_marks(work, plan).await,
-        failed => failed,
-    };
+    let result = begin(work, plan).await;
     crate::finish(work, &disk, &Plan::Coalesce(plan.clone()), result).await
 }
 
@@ -81,15 +78,17 @@ pub(crate) async fn may_have_taken_out<F: Files>(work: &Work<'_, F>, plan: &Plan
 
 /// Removes what `plan` has left, once the disk has the layer no more.
 pub(crate) async fn finish_left<F: Files>(work: &Work<'_, F>, plan: &Plan) -> Result<()> {
-    let Plan::Coalesce(merged) = plan else { return Ok(()) };
-    finish_rest(work, merged).await?;
-    remove_marks(work, merged).await
+    match plan {
+        Plan::Coalesce(merged) => finish_rest(work, merged).await,
+        Plan::Flatten | Plan::Move(_) => Ok(()),
+    }
 }
 
 /// Removes what `plan` has left: the disk has not the layer that it merges.
 async fn finish_rest<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
     refuse_copies(&*work.node.graph().await, plan)?;
-    left::finish(work, plan).await
+    left::finish(work, plan).await?;
+    remove_marks(work, plan).await
 }
 
 async fn begin<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
@@ -106,7 +105,10 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
     note.write(work.files, disk).await?;
     work.job.accept();
     match number {
-        0 => leaf::merge(work, &graph, &checked).await,
+        0 => {
+            leaf::merge(work, &graph, &checked).await?;
+            remove_marks(work, plan).await
+        }
         _ => {
             // Their folder may have moved since this was planned.
             let at = |number: usize| graph.handles()[number].path().to_owned();
@@ -114,7 +116,10 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
             middle::merge(work, &graph, number, checked, &here).await?;
             // The layer's children are opened once more, and this graph has one of them open.
             drop(graph);
-            if here.keeps_name { named::finish(work, &here).await } else { Ok(()) }
+            if here.keeps_name {
+                named::finish(work, &here).await?;
+            }
+            remove_marks(work, &here).await
         }
     }
 }

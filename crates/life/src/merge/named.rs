@@ -82,6 +82,7 @@ async fn give_name<F: Files>(work: &Work<'_, F>, plan: &Merged, parent: &LayerOf
         let error = Error::new(ErrorKind::NotFound, "the image is not at its path any more").at_path(&plan.parent);
         return Err(error.hint("give it its name back: its child is merged into it"));
     }
+    work.note_new_name(&*work.node.graph().await, parent, &plan.path).await?;
     remove_if_there(files, &taking).await?;
     files.link(&plan.parent, &taking).await?;
     if work.broken == Broken::NoNameBetween {

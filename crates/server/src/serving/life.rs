@@ -27,6 +27,7 @@ use super::fronts::{Role, key};
 use super::jobs::Held;
 use super::server::Server;
 use crate::checkpoints::Checkpoints;
+use crate::far_children::HostNotes;
 
 /// How long an answer waits for the requests that began before the snapshot, and for its sealing.
 const SETTLE_PATIENCE: Duration = Duration::from_secs(10);
@@ -259,7 +260,7 @@ async fn exchange(ready: &[Ready]) -> Result<(Vec<OldEpoch<Graph<HostStore>>>, D
 
 async fn prepare(files: &HostFiles, subject: &Subject) -> Result<Prepared<HostStore>> {
     let graph = subject.disk.graph().await;
-    snapshot::prepare(files, Arc::new(OsEnv), &graph, &subject.plan).await
+    snapshot::prepare(files, Arc::new(OsEnv), &HostNotes, &graph, &subject.plan).await
 }
 
 /// Gives the disks of a snapshot that has failed their paths back. Returns why it has failed.

@@ -23,7 +23,7 @@ use spile_image::formats::vhd::CreateParams;
 use spile_image::formats::vhd::codec::footer::DiskType;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::gc::{Family, Tools};
-use spile_life::recover;
+use spile_life::{names, recover};
 use spile_node::Node;
 
 use crate::exec::{Executor, block_on};
@@ -364,7 +364,7 @@ impl Host {
         self.faults_before.set(self.world.faults_fired());
         self.check_all().await;
         let (files, env) = (self.world.files(), self.env());
-        let found = spile_life::gc::look(&self.tools(&files, &files, &env), Path::new(FOLDER), &self.list()).await;
+        let found = spile_life::gc::look(&self.tools(&files, &files, &env), &self.list()).await;
         let is_left = |found: &spile_life::gc::Found| found.disk.is_some() && found.why.is_none();
         let left: Vec<_> = found.iter().filter(|found| is_left(found)).collect();
         assert!(left.is_empty(), "nobody is in the way, and a collection has left {left:?}");
@@ -395,16 +395,16 @@ impl Host {
         let (files, env) = (self.world.files(), self.env());
         let family = Family::ask(&self.tools(&files, &files, &env), &self.list()).await;
         let mut leaves = self.of_fate(Fate::Kept);
-        let names = self.list();
-        // A server refuses a disk with two names: until a merge that was broken off is finished, children may name it by the other one.
-        let has_two = |path: &PathBuf| {
+        let list = self.list();
+        // A server refuses a disk with a child under any of its names, and one that has two names because a merge was broken off.
+        let is_free = |path: &PathBuf| {
             let file = self.world.file_number(path);
-            names.iter().any(|other| other != path && self.world.file_number(other) == file)
+            let all: Vec<_> = list.iter().filter(|other| self.world.file_number(other) == file).collect();
+            let has_children = all.iter().any(|name| family.children_of(name).is_ok_and(|found| !found.is_empty()));
+            let is_half_merged = all.len() > 1 && all.iter().any(|name| list.contains(&names::gone(name)));
+            !has_children && !is_half_merged
         };
-        leaves.retain(|path| {
-            let is_leaf = family.children_of(path).is_ok_and(<[PathBuf]>::is_empty);
-            self.images.borrow()[path].is_disk && is_leaf && !has_two(path)
-        });
+        leaves.retain(|path| self.images.borrow()[path].is_disk && is_free(path));
         leaves
     }
 

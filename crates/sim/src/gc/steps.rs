@@ -10,10 +10,10 @@ use spile_life::base::refuse_unfit;
 use spile_life::gc::{Family, Kind, collect, look, tidy};
 use spile_life::jobs::{Job, Merged, Plan, Wishes};
 use spile_life::snapshot::{self, new_child};
-use spile_life::{Neighbours, Sizes, Work, delete, merge, names};
+use spile_life::{Later, Neighbours, NoteChild, Sizes, Work, delete, merge, names};
 use spile_node::Node;
 
-use super::{Broken, FOLDER, Fate, GcNode, Host};
+use super::{Broken, Fate, GcNode, Host};
 use crate::rng::Rng;
 use crate::store::SimFiles;
 use crate::turns::{Turns, pause};
@@ -39,10 +39,11 @@ impl Neighbours for Listed {
         };
         Box::pin(async { Ok(files) })
     }
+}
 
-    /// All images lie in one folder.
-    fn note_child<'a>(&'a self, _: &'a Path, _: &'a Path) -> Pin<Box<dyn Future<Output = Result<()>> + 'a>> {
-        Box::pin(async { Ok(()) })
+impl NoteChild for Listed {
+    fn note_child<'a>(&'a self, parent: &'a Path, child: &'a Path) -> Later<'a, ()> {
+        ().note_child(parent, child)
     }
 }
 
@@ -80,7 +81,7 @@ impl Host {
             let oracle = self.oracle(&disk);
             self.know(&path, oracle.borrow().clone(), Fate::Open, false);
             let flushed = oracle.borrow_mut().begin_flush();
-            let prepared = snapshot::prepare(&files, self.env(), &graph, &plan).await;
+            let prepared = snapshot::prepare(&files, self.env(), &(), &graph, &plan).await;
             let (made, new) = prepared.unwrap_or_else(|error| panic!("no snapshot: {error:?}")).into_parts();
             oracle.borrow_mut().end_flush(flushed);
             let settled = snapshot::settle(&files, &made, &new).await;
@@ -287,7 +288,7 @@ impl Host {
         let (files, asking, env) = (self.files(), self.world.files(), self.env());
         let tools = self.tools(&files, &asking, &env);
         let mut disks = Vec::new();
-        for found in look(&tools, Path::new(FOLDER), &self.list()).await {
+        for found in look(&tools, &self.list()).await {
             let Some(disk) = found.disk else {
                 self.count(|summary| summary.waited += 1);
                 continue;

@@ -215,7 +215,7 @@ impl Host {
     /// The disk's graph with a new image on top, whose file has the disk's path. The disk may grow while it is made.
     async fn with_new_leaf(&self, node: &LiveNode, plan: &Plan, rng: &mut Rng) -> Result<(Made<SimStore>, LiveGraph)> {
         let old = node.graph().await;
-        let prepared = snapshot::prepare(&self.files(), self.world.env(), &old.graph, plan).await?;
+        let prepared = snapshot::prepare(&self.files(), self.world.env(), &(), &old.graph, plan).await?;
         pause(rng, 60).await;
         let (made, graph) = prepared.into_parts();
         Ok((made, LiveGraph { graph, broken: self.broken }))

@@ -76,7 +76,7 @@ impl Host {
         let new = Self::new_leaf(&chosen, &base, base.size_bytes());
         self.begin_way_back(&chosen, base.size_bytes());
         let files = self.files_of_way_back();
-        let back = Back { files: &files, env: self.world.env(), base: &base, new: &new, given: None };
+        let back = Back { files: &files, env: self.world.env(), base: &base, notes: &(), new: &new, given: None };
         let changes = self.changes_of(chosen.disk, &graph).await?;
         if let Some(changes) = &changes {
             changes.note_difference(&graph, &base).await?;
@@ -135,7 +135,7 @@ impl Host {
             false => None,
         };
         let (new, files) = (Self::new_leaf(&chosen, &base, size_bytes), self.files_of_way_back());
-        let back = Back { files: &files, env: self.world.env(), base: &base, new: &new, given: None };
+        let back = Back { files: &files, env: self.world.env(), base: &base, notes: &(), new: &new, given: None };
         // What is kept has the disk's path by then.
         let wrap = |graph| {
             self.begin_way_back(&chosen, size_bytes);

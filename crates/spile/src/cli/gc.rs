@@ -256,7 +256,7 @@ fn look(folder: &Path) -> Result<Vec<Found>> {
     on_engine(move || async move {
         let paths = family::files_in(&folder).await?;
         let host = Host::new();
-        Ok(gc::look(&host.tools(), &folder, &paths).await.into_iter().map(Found::new).collect())
+        Ok(gc::look(&host.tools(), &paths).await.into_iter().map(Found::new).collect())
     })
 }
 

@@ -17,6 +17,7 @@ use spile_life::revert::taken_back;
 use spile_life::snapshot::{Plan, prepare};
 use spile_server::backup::Manifest;
 use spile_server::checkpoints::Checkpoints;
+use spile_server::far_children::HostNotes;
 use spile_server::host::Host;
 use spile_server::jobs::Access;
 use spile_server::revert::Ground;
@@ -304,7 +305,7 @@ async fn go_back_over(
     };
     // First a snapshot: whatever ends this process, the disk holds what it held or what it goes back to.
     let plan = Plan::new(&graph.layers(), given, &name, &ground.allowed)?;
-    let (made, over) = prepare(files, Arc::new(OsEnv), graph, &plan).await?.into_parts();
+    let (made, over) = prepare(files, Arc::new(OsEnv), &HostNotes, graph, &plan).await?.into_parts();
     let back = async {
         over.seal_parents().await?;
         ground.back(files, given).revert(&over).await

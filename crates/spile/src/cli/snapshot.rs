@@ -13,6 +13,7 @@ use spile_image::{Format, Graph, OpenOptions};
 use spile_life::set::Set;
 use spile_life::snapshot::{self, Made, Plan};
 use spile_server::checkpoints::Checkpoints;
+use spile_server::far_children::HostNotes;
 use spile_server::host::Host;
 use spile_server::jobs::Access;
 use spile_server::parents::check_place;
@@ -217,7 +218,7 @@ async fn take(files: &HostFiles, disks: Vec<Offline>) -> Result<Vec<Made<HostSto
 async fn take_all(files: &HostFiles, disks: Vec<Offline>) -> Result<Vec<Made<HostStore>>> {
     let mut ready: Vec<Ready> = Vec::new();
     for Offline { graph, checkpoints, plan } in disks {
-        match snapshot::prepare(files, Arc::new(OsEnv), &graph, &plan).await {
+        match snapshot::prepare(files, Arc::new(OsEnv), &HostNotes, &graph, &plan).await {
             Ok(prepared) => {
                 let (made, graph) = prepared.into_parts();
                 ready.push((made, graph, checkpoints));

@@ -467,7 +467,7 @@ fn a_child_in_another_folder_keeps_its_parent_whole() {
 fn what_becomes_a_child_in_another_folder_keeps_the_parent_whole() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    for folder in ["golden", "between", "vm", "far"] {
+    for folder in ["vm", "vm/golden", "golden", "between", "far"] {
         fs::create_dir(dir.join(folder)).unwrap();
     }
     let anywhere = |args: &[&str]| ok(dir, &[args, &["--allow-parents", "."]].concat());
@@ -478,14 +478,29 @@ fn what_becomes_a_child_in_another_folder_keeps_the_parent_whole() {
             assert!(!said.status.success() && text.contains(child), "{args:?}: {text}");
         }
     };
-    ok(dir, &["create", "golden/g.vhd", "--size", "16M"]);
-    anywhere(&["clone", "golden/g.vhd", "vm/a.vhd"]);
+    ok(dir, &["create", "vm/golden/g.vhd", "--size", "16M"]);
+    anywhere(&["clone", "vm/golden/g.vhd", "vm/a.vhd"]);
     // From here on the snapshot is the child, and a merge that takes its place another one.
     anywhere(&["snapshot", "vm/a.vhd", "--name", "s1"]);
-    refused("golden/g.vhd", "vm/s1.vhd");
-    anywhere(&["coalesce", "vm/a.vhd"]);
-    assert_eq!(files(&dir.join("vm")), ["a.vhd"]);
-    refused("golden/g.vhd", "vm/a.vhd");
+    refused("vm/golden/g.vhd", "vm/s1.vhd");
+    // What was noted first need not be there any more.
+    anywhere(&["clone", "vm/s1.vhd", "vm/b.vhd"]);
+    ok(dir, &["delete", "vm/a.vhd", "--allow-parents", "."]);
+    refused("vm/golden/g.vhd", "vm/s1.vhd");
+    anywhere(&["coalesce", "vm/b.vhd"]);
+    assert_eq!(files(&dir.join("vm")), ["b.vhd"]);
+    refused("vm/golden/g.vhd", "vm/b.vhd");
+    // A merge below a snapshot that is kept gives its name to another image.
+    anywhere(&["snapshot", "vm/b.vhd", "--name", "s2"]);
+    anywhere(&["snapshot", "vm/b.vhd", "--name", "s3"]);
+    ok(dir, &["delete", "vm/s2.vhd"]);
+    ok(dir, &["gc", "vm"]);
+    assert_eq!(files(&dir.join("vm")), ["b.vhd", "s3.vhd"]);
+    refused("vm/golden/g.vhd", "vm/s3.vhd");
+    // A disk that goes back to a snapshot is its child.
+    anywhere(&["revert", "vm/b.vhd", "vm/golden/g.vhd", "--discard"]);
+    fs::remove_file(dir.join("vm/s3.vhd")).unwrap();
+    refused("vm/golden/g.vhd", "vm/b.vhd");
     // The child of a layer that is merged gets the layer's parent, of which its folder has had no child so far.
     ok(dir, &["create", "golden/h.vhd", "--size", "16M"]);
     anywhere(&["clone", "golden/h.vhd", "between/m.vhd"]);
@@ -499,7 +514,7 @@ fn what_becomes_a_child_in_another_folder_keeps_the_parent_whole() {
     // A folder that is gone has no children any more.
     fs::remove_dir_all(dir.join("far")).unwrap();
     ok(dir, &["delete", "golden/h.vhd"]);
-    anywhere(&["check", "vm/a.vhd"]);
+    anywhere(&["check", "vm/b.vhd"]);
 }
 
 #[test]
@@ -512,7 +527,8 @@ fn a_merge_into_a_deleted_image_that_is_broken_off_can_be_done_by_hand() {
     let mut slow = spile();
     slow.args(["gc", ".", "--rate", "256k"]).current_dir(dir).stdout(Stdio::null()).stderr(Stdio::null());
     let mut slow = slow.spawn().unwrap();
-    eventually("the merge has begun", || dir.join(".a.vhd.spile-job").exists());
+    let note = dir.join(".a.vhd.spile-job");
+    eventually("the merge has begun", || fs::read_to_string(&note).is_ok_and(|text| text.ends_with("end\n")));
     slow.kill().unwrap();
     slow.wait().unwrap();
     eventually("the disk is free", || run(dir, &["job", "a.vhd", "cancel"]).status.success());

@@ -18,9 +18,10 @@ use spile_image::layer::Layer as _;
 use spile_image::{Broken, OpenOptions};
 use spile_life::jobs::{Job, Plan, Wishes};
 use spile_life::merge::plan;
-use spile_life::{Neighbours, Sizes, Work};
+use spile_life::{Later, Neighbours, NoteChild, Sizes, Work};
 use spile_node::Node;
 use spile_server::disks;
+use spile_server::far_children::HostNotes;
 use spile_store::{CacheMode, HostFiles, OsFiles};
 
 const MIB: usize = 1 << 20;
@@ -43,9 +44,11 @@ impl Neighbours for CloneBehind {
         }
         Box::pin(async { Ok(files) })
     }
+}
 
-    fn note_child<'a>(&'a self, _: &'a Path, _: &'a Path) -> Pin<Box<dyn Future<Output = Result<()>> + 'a>> {
-        Box::pin(async { Ok(()) })
+impl NoteChild for CloneBehind {
+    fn note_child<'a>(&'a self, parent: &'a Path, child: &'a Path) -> Later<'a, ()> {
+        ().note_child(parent, child)
     }
 }
 
@@ -343,4 +346,46 @@ fn a_check_calls_no_space_leaked_that_the_disk_has_prepared_before_a_merge() {
     let after = host::bytes_of(dir, "room.vhd");
     assert!(after[..60 * MIB] == before[..60 * MIB] && after[60 * MIB..80 * MIB].iter().all(|byte| *byte == 4));
     ok(dir, &["check", "room.vhd"]);
+}
+
+/// All files of these folders. The merge fails before it gives the child `c.vhd` its new parent.
+struct EndsBefore(Vec<PathBuf>);
+
+impl Neighbours for EndsBefore {
+    fn list(&self) -> Pin<Box<dyn Future<Output = Result<Vec<PathBuf>>> + '_>> {
+        let files = self.0.iter().flat_map(|folder| fs::read_dir(folder).unwrap()).map(|name| name.unwrap().path());
+        Box::pin(std::future::ready(Ok(files.collect())))
+    }
+}
+
+impl NoteChild for EndsBefore {
+    fn note_child<'a>(&'a self, parent: &'a Path, child: &'a Path) -> Later<'a, ()> {
+        if child.ends_with("c.vhd") {
+            return Box::pin(std::future::ready(Err(Error::new(ErrorKind::Io, "the merge ends here"))));
+        }
+        HostNotes.note_child(parent, child)
+    }
+}
+
+#[test]
+fn a_child_in_a_folder_that_the_disk_has_nothing_in_any_more_gets_its_new_parent() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for folder in ["between", "golden", "other"] {
+        fs::create_dir(dir.join(folder)).unwrap();
+    }
+    ok(dir, &["create", "golden/base.vhd", "--size", "16M"]);
+    ok(dir, &["clone", "golden/base.vhd", "between/middle.vhd", "--allow-parents", "."]);
+    ok(dir, &["clone", "between/middle.vhd", "leaf.vhd", "--allow-parents", "."]);
+    ok(dir, &["clone", "between/middle.vhd", "other/c.vhd", "--allow-parents", "."]);
+    let folders = ["", "between", "golden", "other"].map(|folder| dir.join(folder)).to_vec();
+    let error = merge(dir, Some("middle.vhd"), EndsBefore(folders), Sizes::default()).unwrap_err();
+    assert!(error.to_string().contains("ends here"), "{error}");
+    // The disk names the base now, and nothing in the base's folder tells of the other child.
+    assert_eq!(json(dir, &["info", "leaf.vhd", "--chain"])["layers"].as_array().unwrap().len(), 2);
+    assert!(!fs::read_to_string(dir.join("golden/.base.vhd.spile-children")).unwrap().contains("c.vhd"));
+    ok(dir, &["gc", "."]);
+    assert!(!dir.join("between/middle.vhd").exists() && !dir.join(".leaf.vhd.spile-job").exists());
+    ok(dir, &["check", "other/c.vhd", "--allow-parents", "."]);
+    assert!(fs::read_to_string(dir.join("golden/.base.vhd.spile-children")).unwrap().contains("c.vhd"));
 }

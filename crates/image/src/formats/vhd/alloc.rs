@@ -421,10 +421,14 @@ impl<S: Store> Sparse<S> {
         for sector in places {
             ready.push(self.empty_place(sector).await?);
         }
-        self.store.sync().await?;
-        self.alloc.add_ready(ready);
-        self.alloc.lock().note_step();
-        Ok(true)
+        self.alloc.lock().released.punched.extend(ready);
+        // A flush gives them out when no record of the journal may name them any more. Of two that succeed one retires each half.
+        for _ in 0..2 {
+            self.flush().await?;
+        }
+        let mut state = self.alloc.lock();
+        state.note_step();
+        Ok(!state.ready.is_empty())
     }
 
     fn take_gap_places(&self, count: u64) -> Vec<u32> {

@@ -88,17 +88,23 @@ impl<S: Store> Sparse<S> {
         let Turned { half, pending, has_left } = self.journal.turn().await;
         let bitmaps = self.snapshot(&pending);
         self.store.sync().await?;
+        let retired = self.retire_half(half, bitmaps).await;
+        // Not before: a record may name the place together with a block that may get it again, and the next process would believe it.
+        match retired.is_ok() && !has_left {
+            true => self.alloc.add_ready(punched),
+            false => self.alloc.lock().released.punched.extend(punched),
+        }
+        retired?;
+        self.punch_released(gone).await
+    }
+
+    /// Writes the bitmaps that the journal's half has records for, and drops it.
+    async fn retire_half(&self, half: usize, bitmaps: Vec<(u32, Segments)>) -> Result<()> {
         for (sector, bytes) in bitmaps {
             self.store.write_at(StoreOffset(u64::from(sector) * SECTOR), &bytes, Via::Cached).await?;
         }
         self.store.sync().await?;
-        self.journal.retire(&self.store, half).await?;
-        // Not before: a record may name the place together with a block that may get it again, and the next process would believe it.
-        match has_left {
-            false => self.alloc.add_ready(punched),
-            true => self.alloc.lock().released.punched.extend(punched),
-        }
-        self.punch_released(gone).await
+        self.journal.retire(&self.store, half).await
     }
 
     /// The bitmaps as they are now: every bit in them has its data written, and the sync to come makes these durable.
