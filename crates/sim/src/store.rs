@@ -149,7 +149,7 @@ impl SimFiles {
             let chance = state.faults.write_eio;
             state.fault(chance, 5)?;
             state.note("names", [file as u64, 0, 0]);
-            state.name_changed();
+            state.note_change(&change);
             state.names.change(change)
         };
         self.take_time(file).await?;

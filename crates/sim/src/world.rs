@@ -16,7 +16,7 @@ use spile_image::formats::vhd::{self, CreateParams};
 use crate::exec::end_in;
 use crate::faults::{Faults, Harm, Sabotage};
 use crate::file::{Change, Effect, SimFile};
-use crate::names::Names;
+use crate::names::{self, Names};
 use crate::op::{Kind, Op, Stage};
 use crate::oracle::Crash;
 use crate::pages::{PAGE, Pages};
@@ -64,8 +64,7 @@ pub(crate) struct State {
     pub slow_reads: BTreeSet<u64>,
     pub slow_begun: u64,
     syncs: u64,
-    /// After so many more changes of names the run ends, and how many steps behind the last of them.
-    ends_behind: Option<(u64, u64)>,
+    ends_behind: Option<Behind>,
     trace: Trace,
 }
 
@@ -76,15 +75,26 @@ struct Trace {
     lines: Option<Vec<String>>,
 }
 
+/// A change of names, close behind which a run ends.
+#[derive(Clone, Copy)]
+pub(crate) struct Behind {
+    /// Which changes count.
+    pub is_it: fn(&names::Change) -> bool,
+    /// So many of them come before it.
+    pub left: u64,
+    /// How many steps behind it.
+    pub steps: u64,
+}
+
 impl State {
-    /// A name has changed.
-    pub fn name_changed(&mut self) {
-        if let Some((left, steps)) = self.ends_behind.take() {
-            match left {
-                0 => end_in(steps),
-                left => self.ends_behind = Some((left - 1, steps)),
-            }
+    /// Names change.
+    pub fn note_change(&mut self, change: &names::Change) {
+        match &mut self.ends_behind {
+            Some(Behind { is_it, left: 0, steps }) if is_it(change) => end_in(*steps),
+            Some(Behind { is_it, left, .. }) if is_it(change) => return *left -= 1,
+            _ => return,
         }
+        self.ends_behind = None;
     }
 }
 
@@ -268,8 +278,8 @@ impl World {
         self.lock().names.all().map(|(path, _)| path.clone()).collect()
     }
 
-    /// Has the run end `steps` steps behind the change of names with this number, counted from now on; `None`: as it would without.
-    pub(crate) fn end_behind(&self, change: Option<(u64, u64)>) {
+    /// Has the run end behind this change of names; `None`: as it would without.
+    pub(crate) fn end_behind(&self, change: Option<Behind>) {
         self.lock().ends_behind = change;
     }
 

@@ -29,13 +29,14 @@ use spile_node::Node;
 use crate::exec::{Executor, block_on};
 use crate::explore::{Finding, catch_findings};
 use crate::faults::Faults;
+use crate::names::Change;
 use crate::oracle::{Crash, Oracle};
 use crate::plan::{Life, Plan};
 use crate::qcow2::Form;
 use crate::rng::Rng;
 use crate::store::{SimFiles, SimStore};
 use crate::workload::Workload;
-use crate::world::World;
+use crate::world::{Behind, World};
 use steps::Served;
 
 /// Where all images lie.
@@ -76,6 +77,11 @@ enum Fate {
     Marked,
     /// It was deleted, and is gone.
     Gone,
+}
+
+/// True when an image gets the name of another one ([`names::taking`]).
+fn is_taken(change: &Change) -> bool {
+    matches!(change, Change::Rename(from, to) if *from == names::taking(to))
 }
 
 /// What stays over the lives of the process.
@@ -294,9 +300,12 @@ impl Host {
 
     /// Where a life ends that is to end close behind a change of names, and how. Most steps have little to do with these. What a process has seen that was killed
     /// there need not be durable: the next one may build on it, and lose its power.
-    fn draw_end(&self, life: &Life) -> (Option<(u64, u64)>, Crash) {
-        let mut rng = self.brink_rng.borrow_mut();
-        let (change, was_there) = ((rng.below(30), rng.skewed(60)), self.was_killed_there.get());
+    fn draw_end(&self, life: &Life) -> (Option<Behind>, Crash) {
+        let (mut rng, was_there) = (self.brink_rng.borrow_mut(), self.was_killed_there.get());
+        // Half of them lie where an image gets the name of another one, whose children are given its name next.
+        let is_taking = rng.chance(1, 2) && !was_there;
+        let left = if is_taking { 0 } else { rng.skewed(30) };
+        let change = Behind { is_it: if is_taking { is_taken } else { |_| true }, left, steps: rng.skewed(100) };
         let is_drawn = life.crash_at.is_some() && (rng.chance(1, 3) || was_there);
         (is_drawn.then_some(change), if was_there { Crash::PowerCut } else { life.crash })
     }

@@ -74,7 +74,8 @@ struct Half {
     generation: u64,
     /// The half's header is in the file, or may be.
     begun: bool,
-    /// The header may not be in the file, because a write of it, or one that was to remove it, has failed: the next record needs it written anew.
+    /// The header may not be in the file, because a write of it, or one that was to remove it, has failed, or not where the area is to lie next:
+    /// the next record needs it written anew.
     is_headless: bool,
     used: u64,
     in_flight: usize,
@@ -171,7 +172,11 @@ impl Journal {
         let Some(area) = &self.area else { return };
         let mut state = self.lock();
         area.next_at.store(next_at, Ordering::Release);
-        state.halves.iter_mut().for_each(|half| half.is_left_behind = half.used > 0);
+        for half in &mut state.halves {
+            half.is_left_behind = half.used > 0;
+            // A process that died before its first record has left a header alone: no flush retires that one, and it is not at `next_at`.
+            half.is_headless |= half.begun;
+        }
     }
 
     /// True when some record is not where the area is to lie next: flushes retire it.
@@ -532,6 +537,18 @@ mod tests {
         // The batch was given up: nobody knows how much of it is in the file.
         assert_eq!(header_of(false, false), Some(1));
         assert!(journal.lock().halves[0].begun && journal.lock().halves[0].is_headless);
+    }
+
+    #[test]
+    fn a_header_without_records_is_written_with_the_next_record_where_the_area_moves_to() {
+        let journal = Journal::new(Some(4096..4096 + 2 * (4096 + 64)), OWNER, 1);
+        // As a replay leaves a half whose header alone was written.
+        journal.lock().halves[0].begun = true;
+        journal.write_also_to(65536);
+        assert!(!journal.has_left_behind(), "there is no record to retire");
+        let slot = journal.reserve(&Record { block: 5, at_sector: 99, sectors: 8..16 }).unwrap();
+        let Turn::Write(batch) = slot.turn() else { panic!("nobody else writes") };
+        assert_eq!(batch.header, Some(1));
     }
 
     #[test]

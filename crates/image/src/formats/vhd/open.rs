@@ -118,7 +118,8 @@ async fn make_footers_agree<S: Store>(store: &S, found: &Footers, layout: &Layou
         true if is_device => len - SECTOR,
         true if found.differ() => len - found.trailing_bytes,
         false if found.differ() => 0,
-        _ => return Ok(()),
+        // A process that died may have written both and synced neither. What they say is told from here on, so a power cut must not take it back.
+        _ => return store.sync().await,
     };
     store.write_at(StoreOffset(at), &Segments::copied(&found.footer.to_bytes()), Via::Cached).await?;
     store.sync().await
