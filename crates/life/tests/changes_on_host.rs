@@ -5,17 +5,21 @@ use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Barrier};
 use std::task::{Context, Poll, Waker};
 
 use allocation_counter::measure;
-use spile_core::{Disk, DiskInfo, Epoch, ErrorKind, Extent, ExtentStatus, Io, Result, Segments};
+use spile_core::{
+    Disk, DiskInfo, Epoch, Error, ErrorKind, Extent, ExtentStatus, Files, Io, Locator, OpenMode, Result, Segment,
+    Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via, yield_now,
+};
 use spile_engine::{Config, Engine, OsEnv};
-use spile_life::changes::header::{Grain, Stamp};
+use spile_life::changes::header::{COPY_BYTES, Grain, Stamp};
 use spile_life::changes::{Broken, Changes, Found, Surroundings};
 use spile_life::names;
 use spile_node::Node;
-use spile_store::{CacheMode, OsFiles};
+use spile_store::{AnyStore, CacheMode, OsFiles};
 
 const BLOCK: u64 = 64 << 10;
 const SIZE: u64 = 1 << 30;
@@ -239,4 +243,282 @@ fn now(future: impl Future<Output = Result<()>>) {
         Poll::Ready(result) => result.unwrap(),
         Poll::Pending => panic!("it waits"),
     }
+}
+
+/// So many blocks have their bits in one word.
+const PER_WORD: u64 = 64;
+const WORDS: u64 = SIZE / BLOCK / PER_WORD;
+
+#[test]
+fn what_is_noted_beside_requests_of_another_worker_takes_none_of_their_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("disk.raw");
+    let engine = Engine::start(Config { workers: 2, pool_bytes: 2 << 20, ..Config::default() }).unwrap();
+    let disk = Arc::new(engine.run_on(0, move || async move { with_checkpoint(&path).await }));
+    // A bit is lost by chance only.
+    for name in ["tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"] {
+        // Both workers are at the same word of bits at the same time: the one at its even bits, the other at its odd ones.
+        let meeting = Arc::new(Barrier::new(2));
+        let (guest, at) = (disk.clone(), meeting.clone());
+        engine.spawn_on(1, move || async move {
+            for word in 0..WORDS {
+                // From here on the area's mark is durable, and no request waits.
+                write(&guest.0, word * PER_WORD * BLOCK, 512).await;
+                at.wait();
+                for block in (1..PER_WORD).step_by(2) {
+                    write(&guest.0, (word * PER_WORD + block) * BLOCK, 512).await;
+                }
+            }
+            at.wait();
+        });
+        let (noting, at) = (disk.clone(), meeting);
+        engine.run_on(0, move || async move {
+            for word in 0..WORDS {
+                let runs = (2..PER_WORD).step_by(2).map(|block| (word * PER_WORD + block) * BLOCK);
+                let runs: Vec<_> = runs.map(|at| Extent::new(at, 512).unwrap()).collect();
+                at.wait();
+                noting.1.note(&runs).await.unwrap();
+            }
+            at.wait();
+        });
+        let looking = disk.clone();
+        let all = engine.run_on(0, move || async move {
+            let (node, changes) = &*looking;
+            let (names, _) = changes.names().await;
+            let all = since(changes, names.last().unwrap()).await;
+            changes.checkpoint(node, name).await.unwrap();
+            all
+        });
+        assert_eq!(all, (vec![(0, SIZE)], false), "before {name}");
+    }
+}
+
+#[test]
+fn no_request_waits_for_the_place_where_the_disk_will_be() {
+    on_host(async |disk| {
+        let (node, changes) = with_checkpoint(&disk).await;
+        let (there, area) = (disk.with_file_name("there.raw"), u64::from(Grain::default().area_bytes));
+        write(&node, 0, 512).await;
+        let new = changes.carry(around(), &node, (&there, found()), None).await.unwrap();
+        // The mark beside the old image is durable. That beside the new one was so before there were requests.
+        let (extent, from) = (Extent::new(BLOCK, 512).unwrap(), Segments::zeroed(512));
+        now(node.write(extent, &from, false));
+        assert_eq!(since(&new, "monday").await, (vec![(0, 2 * BLOCK)], false));
+        new.carried(&node, None).await.unwrap();
+        drop((node, changes, new));
+        // As after a power cut: no other area counts as changed.
+        let anew = Found { mount_id: 2, ..found() };
+        let opened = Changes::open_to_read(around(), &there, SIZE, anew).await.unwrap().unwrap();
+        assert_eq!(since(&opened, "monday").await, (vec![(0, area)], false));
+    });
+}
+
+/// Files of this host that fail when they are told to.
+#[derive(Clone)]
+struct Troubled {
+    files: OsFiles,
+    troubles: Arc<Troubles>,
+}
+
+#[derive(Default)]
+struct Troubles {
+    /// Second copies of headers that were written.
+    copies: AtomicU64,
+    /// The one of this number fails.
+    failing_copy: AtomicU64,
+    /// All syncs fail that come after the one behind such a copy.
+    fails_syncs: AtomicBool,
+    /// Syncs since the last copy.
+    syncs: AtomicU64,
+    /// No name can be removed.
+    keeps_names: AtomicBool,
+    /// Syncs wait.
+    holds_syncs: AtomicBool,
+}
+
+struct TroubledStore {
+    inner: AnyStore,
+    troubles: Arc<Troubles>,
+}
+
+fn trouble<T>() -> Result<T> {
+    Err(Error::new(ErrorKind::Io, "as it was told to"))
+}
+
+impl Troubled {
+    fn store(&self, inner: AnyStore) -> TroubledStore {
+        TroubledStore { inner, troubles: self.troubles.clone() }
+    }
+}
+
+impl Files for Troubled {
+    type Store = TroubledStore;
+
+    async fn open(&self, at: &Locator, mode: OpenMode) -> Result<TroubledStore> {
+        Ok(self.store(self.files.open(at, mode).await?))
+    }
+
+    async fn create(&self, path: &Path, len_bytes: u64) -> Result<TroubledStore> {
+        Ok(self.store(Files::create(&self.files, path, len_bytes).await?))
+    }
+
+    async fn rename(&self, from: &Path, to: &Path) -> Result<()> {
+        self.files.rename(from, to).await
+    }
+
+    async fn link(&self, from: &Path, to: &Path) -> Result<()> {
+        self.files.link(from, to).await
+    }
+
+    async fn is_at(&self, store: &TroubledStore, path: &Path) -> Result<bool> {
+        self.files.is_at(&store.inner, path).await
+    }
+
+    async fn reopen(&self, store: &TroubledStore, mode: OpenMode) -> Result<TroubledStore> {
+        Ok(self.store(self.files.reopen(&store.inner, mode).await?))
+    }
+
+    async fn remove(&self, path: &Path) -> Result<()> {
+        if self.troubles.keeps_names.load(SeqCst) {
+            return trouble();
+        }
+        self.files.remove(path).await
+    }
+
+    async fn canonical(&self, path: &Path) -> Result<PathBuf> {
+        self.files.canonical(path).await
+    }
+}
+
+impl Store for TroubledStore {
+    fn info(&self) -> StoreInfo {
+        self.inner.info()
+    }
+
+    fn len_bytes(&self) -> u64 {
+        self.inner.len_bytes()
+    }
+
+    fn path(&self) -> &Path {
+        self.inner.path()
+    }
+
+    async fn read_at(&self, offset: StoreOffset, into: &Segments, via: Via) -> Result<()> {
+        self.inner.read_at(offset, into, via).await
+    }
+
+    async fn write_at(&self, offset: StoreOffset, from: &Segments, via: Via) -> Result<()> {
+        let Troubles { copies, failing_copy, syncs, .. } = &*self.troubles;
+        if offset.0 == COPY_BYTES as u64 {
+            syncs.store(0, SeqCst);
+            if copies.fetch_add(1, SeqCst) + 1 == failing_copy.load(SeqCst) {
+                return trouble();
+            }
+        }
+        self.inner.write_at(offset, from, via).await
+    }
+
+    async fn sync(&self) -> Result<()> {
+        let Troubles { copies, fails_syncs, syncs, holds_syncs, .. } = &*self.troubles;
+        while holds_syncs.load(SeqCst) {
+            yield_now().await;
+        }
+        let is_behind = syncs.fetch_add(1, SeqCst) > 0 && copies.load(SeqCst) > 0;
+        if is_behind && fails_syncs.load(SeqCst) {
+            return trouble();
+        }
+        self.inner.sync().await
+    }
+
+    async fn zero_range(&self, offset: StoreOffset, len_bytes: u64) -> Result<()> {
+        self.inner.zero_range(offset, len_bytes).await
+    }
+
+    async fn punch_hole(&self, offset: StoreOffset, len_bytes: u64) -> Result<()> {
+        self.inner.punch_hole(offset, len_bytes).await
+    }
+
+    async fn set_len(&self, len_bytes: u64) -> Result<()> {
+        self.inner.set_len(len_bytes).await
+    }
+
+    async fn extent_at(&self, offset: StoreOffset) -> Result<StoreExtent> {
+        self.inner.extent_at(offset).await
+    }
+
+    fn map(&self, offset: StoreOffset, len_bytes: usize) -> Result<Segment> {
+        self.inner.map(offset, len_bytes)
+    }
+}
+
+/// A disk with the checkpoint `monday`, and what makes its files fail from now on.
+async fn in_trouble(disk: &Path) -> (Node<Nothing>, Changes<Troubled>, Surroundings<Troubled>) {
+    let files = Troubled { files: OsFiles::new(CacheMode::Page), troubles: Arc::default() };
+    let (env, timer) = (Arc::new(OsEnv), Arc::new(OsEnv));
+    let around = Surroundings { files, env, timer, alarm: |_, _| {}, broken: Broken::Nothing };
+    let node = Node::new(Nothing);
+    let changes = Changes::create(around.clone(), disk, SIZE, Grain::default(), found()).await.unwrap();
+    changes.checkpoint(&node, "monday").await.unwrap();
+    around.files.troubles.copies.store(0, SeqCst);
+    (node, changes, around)
+}
+
+#[test]
+fn a_request_for_what_is_just_noted_waits_until_a_power_cut_cannot_undo_that() {
+    on_host(async |disk| {
+        let (node, changes, around) = in_trouble(&disk).await;
+        let (extent, from) = (Extent::new(0, 512).unwrap(), Segments::zeroed(512));
+        let runs = [extent];
+        let (mut noted, mut written) = (pin!(changes.note(&runs)), pin!(node.write(extent, &from, false)));
+        let mut context = Context::from_waker(Waker::noop());
+        around.files.troubles.holds_syncs.store(true, SeqCst);
+        assert!(noted.as_mut().poll(&mut context).is_pending());
+        assert!(
+            written.as_mut().poll(&mut context).is_pending(),
+            "it relies on a bit that is not durable, nor is a mark"
+        );
+        around.files.troubles.holds_syncs.store(false, SeqCst);
+        noted.await.unwrap();
+        written.await.unwrap();
+        assert_eq!(changes.since("monday", SIZE).await.unwrap().bytes(), BLOCK);
+    });
+}
+
+#[test]
+fn nobody_believes_what_a_hand_over_leaves_beside_the_new_image() {
+    on_host(async |disk| {
+        let (node, changes, around) = in_trouble(&disk).await;
+        let (there, Troubles { failing_copy, keeps_names, .. }) =
+            (disk.with_file_name("there.raw"), &*around.files.troubles);
+        keeps_names.store(true, SeqCst);
+        // The header that has the checkpoint is written after that of a file without any.
+        failing_copy.store(2, SeqCst);
+        changes.carry(around.clone(), &node, (&there, found()), None).await.err().unwrap();
+        // The disk gets there all the same, and nobody sets bits there.
+        assert_eq!(left_at(&there).await, everything());
+        keeps_names.store(false, SeqCst);
+        std::fs::remove_file(names::changes(&there)).unwrap();
+        let new = changes.carry(around.clone(), &node, (&there, found()), None).await.unwrap();
+        keeps_names.store(true, SeqCst);
+        changes.left_behind(&node, new).await.unwrap_err();
+        assert_eq!(left_at(&there).await, everything());
+        assert!(changes.loss().is_none());
+    });
+}
+
+/// What the next process finds to have changed since monday.
+async fn left_at(disk: &Path) -> (Vec<(u64, u64)>, bool) {
+    since(&open(disk, 0).await.unwrap().unwrap(), "monday").await
+}
+
+#[test]
+fn an_interval_that_may_lack_bits_is_not_kept_behind_a_new_checkpoint() {
+    on_host(async |disk| {
+        let (node, changes, around) = in_trouble(&disk).await;
+        // The new header is written. The next sync is that of the old interval's bits.
+        around.files.troubles.fails_syncs.store(true, SeqCst);
+        changes.checkpoint(&node, "tuesday").await.unwrap();
+        assert!(changes.loss().unwrap().is_removed);
+        assert!(!names::changes(&disk).exists());
+    });
 }

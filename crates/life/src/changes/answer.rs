@@ -158,7 +158,7 @@ impl<F: Files + Clone> Changes<F> {
     }
 
     /// Has the blocks of `runs` count as changed since each checkpoint that there is. Durable when it returns: it is to be called before the disk
-    /// gets other bytes there by other ways than requests.
+    /// gets other bytes there by other ways than requests. Requests may go on meanwhile.
     ///
     /// # Errors
     /// `Io` when changes are not tracked any more; the system's.
@@ -166,10 +166,10 @@ impl<F: Files + Clone> Changes<F> {
         let state = self.state.lock().await;
         self.check_usable(&state)?;
         let Some(last) = state.tracked.last() else { return Ok(()) };
-        runs.iter().for_each(|run| last.set_durably_later(*run));
+        last.set_runs(runs).await?;
         match last.is_lost() {
             true => Err(Error::new(ErrorKind::Io, "the file of changed blocks was cut short").at_path(&self.path)),
-            false => self.store.sync().await,
+            false => Ok(()),
         }
     }
 

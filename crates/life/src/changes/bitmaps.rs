@@ -200,7 +200,7 @@ impl<F: Files + Clone> Changes<F> {
         let mut at = 0;
         while at < disk_bytes {
             let part = image.bitmap_part(&bitmap.name, at..disk_bytes).await?;
-            part.ranges.iter().for_each(|range| tracked.set_durably_later(*range));
+            part.ranges.iter().for_each(|range| tracked.set_unused(*range));
             at = part.end;
         }
         if tracked.is_lost() {

@@ -30,7 +30,8 @@ impl<F: Files + Clone> Changes<F> {
         if let Err(error) = self.fill(node, &new, since).await {
             // No request may wait for a file that is given up.
             let _ = self.attach(node).await;
-            let _ = new.around.files.remove(&new.path).await;
+            // The hand-over may go on without them, and then nobody may believe what is left.
+            let _ = new.giving.void().await;
             return Err(error);
         }
         Ok(new)
@@ -61,6 +62,10 @@ impl<F: Files + Clone> Changes<F> {
         // From here on requests set the bits in both files.
         let count = own.tracked.len();
         if self.around.broken != Broken::CarriedLate {
+            // No request waits for the storage of the new place, which may be slow, while the disk is not there yet.
+            for tracked in &tracked[count - 1..] {
+                tracked.mark_everywhere(new.around.timer.now_ns()).await?;
+            }
             self.meet(node, own.tracked.last().into_iter().chain(&tracked[count - 1..])).await?;
         }
         for (from, into) in own.tracked.iter().zip(&tracked) {
@@ -88,6 +93,10 @@ impl<F: Files + Clone> Changes<F> {
             return Ok(());
         }
         self.meet(node, state.tracked.last()).await?;
+        // All areas have been marked beforehand.
+        if let Some(last) = state.tracked.last() {
+            last.cycle().await;
+        }
         match since.and_then(|name| find(&state.header, name).ok()).and_then(|number| number.checked_sub(1)) {
             Some(before) => self.settle(&mut state, before).await,
             None => Ok(()),
@@ -100,6 +109,6 @@ impl<F: Files + Clone> Changes<F> {
     /// The system's.
     pub async fn left_behind<G: Disk>(&self, node: &Node<G>, new: Self) -> Result<()> {
         self.attach(node).await?;
-        new.around.files.remove(&new.path).await
+        new.giving.void().await.map_or(Ok(()), |(left, _)| Err(left))
     }
 }

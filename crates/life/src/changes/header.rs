@@ -45,7 +45,7 @@ pub const PAGE_BYTES: u64 = 4096;
 
 /// No interval lies behind this place of the file, so that opening the file takes bounded time and memory, whatever it says.
 pub const MOST_FILE_BYTES: u64 = 4 << 30;
-/// No interval has more areas: each takes a byte of memory.
+/// No interval has more areas: each takes a few bytes of memory.
 pub const MOST_AREAS: u64 = 1 << 20;
 
 const MAGIC: &[u8; 8] = b"SpileCBT";

@@ -67,21 +67,31 @@ impl Giving {
         let _ = self.has_begun.set(());
         let give = async {
             (self.alarm)(&self.path, error);
-            let left = match (self.remove)().await {
-                Err(left) if left.kind() != ErrorKind::NotFound => Some(left),
-                _ => None,
-            };
-            let why = error.to_string();
-            let Some(left) = left else { return Loss { why, is_removed: true, is_void: true } };
-            let is_void = (self.wipe)().await.is_ok();
-            let hint = match is_void {
-                true => "remove this file: it says nothing any more, so everything counts as changed",
-                false => "remove this file: what it says is too little",
-            };
-            (self.alarm)(&self.path, &left.hint(hint));
-            Loss { why, is_removed: false, is_void }
+            let left = self.void().await;
+            Loss {
+                why: error.to_string(),
+                is_removed: left.is_none(),
+                is_void: left.is_none_or(|(_, is_void)| is_void),
+            }
         };
         self.loss.get_or_init(|| give).await;
+    }
+
+    /// Removes the file, or has it say nothing where its name may be left: then the alarm is told. Returns what has left the name, and whether the file says
+    /// nothing, durably. No request may need the file any more.
+    pub async fn void(&self) -> Option<(Error, bool)> {
+        let left = match (self.remove)().await {
+            Err(left) if left.kind() != ErrorKind::NotFound => left,
+            _ => return None,
+        };
+        let is_void = (self.wipe)().await.is_ok();
+        let hint = match is_void {
+            true => "remove this file: it says nothing any more, so everything counts as changed",
+            false => "remove this file: what it says is too little",
+        };
+        let left = left.hint(hint);
+        (self.alarm)(&self.path, &left);
+        Some((left, is_void))
     }
 
     /// True from the moment in which tracking is given up: what is known is too little.

@@ -16,7 +16,7 @@
 //!
 //! 1. Before a request sets a bit, the mark of its area is durable. Requests that wait for that share a sync.
 //! 2. A bit is set before the data go on. A request that finds its bits set goes on at once: rule 1 was kept by whoever set them. If it fails,
-//!    its bits stay.
+//!    its bits stay. What changes by other ways than requests has its bits set in the same order ([`Changes::note`]): requests go on beside that.
 //! 3. A mark is cleared after a sync of the bits. First the area is taken from those in which bits may be set; then comes the sync; then the
 //!    mark is cleared, unless a request has begun to wait for it anew. That happens at a guest's flush, at most every ten
 //!    seconds, for areas without a new bit since the time before.
@@ -42,8 +42,9 @@
 //! killed, only the file itself can be compared, and what its times tell ([`Found`]): nothing records when such a process wrote last.
 //!
 //! # Another image
-//! When the disk gets another image at another place, its file is copied there first, while requests set the bits in both ([`Changes::carry`]). To another host it is
-//! sent ([`Changes::pack`]), which notes from its arrival on what comes to the disk's image there.
+//! When the disk gets another image at another place, its file is copied there first, while requests set the bits in both ([`Changes::carry`]). All areas are marked
+//! there beforehand, so that no request waits for the storage of that place before the disk is there; a power cut until that is over has all count as changed. To
+//! another host it is sent ([`Changes::pack`]), which notes from its arrival on what comes to the disk's image there.
 //!
 //! # Bitmaps of the image
 //! A bitmap inside the image is a checkpoint, too, while Spile has the disk ([`Changes::follow_bitmaps`]): its bits are taken up, and the image gets them back when it is
@@ -534,10 +535,15 @@ impl<F: Files + Clone> Changes<F> {
         Ok(interval)
     }
 
-    /// Notes that the bits of an interval are durable and that no request sets them any more, which must be so but for the sync.
+    /// Notes that the bits of an interval are durable and that no request sets them any more, which must be so but for the sync. When that fails, tracking is
+    /// given up.
     async fn settle(&self, state: &mut MutexGuard<'_, State<F::Store>>, number: usize) -> Result<()> {
-        if self.around.broken != Broken::SettledEarly {
-            self.store.sync().await?;
+        if self.around.broken != Broken::SettledEarly
+            && let Err(error) = self.store.sync().await
+        {
+            // The kernel may give up the bits of a sync that has failed, and the next process would believe what is left.
+            self.giving.up(&error).await;
+            return Err(error);
         }
         let mut header = state.header.clone();
         let (interval, tracked) = (&mut header.intervals[number], &state.tracked[number]);

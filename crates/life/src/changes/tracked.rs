@@ -36,8 +36,8 @@ struct Areas {
     is_durable: Vec<bool>,
     /// A bit was set since the last cycle began.
     is_touched: Vec<bool>,
-    /// Requests wait until the marks of these areas are durable. An area may be there twice.
-    awaited: Vec<u64>,
+    /// So many wait until the mark of the area is durable.
+    awaited: Vec<u32>,
 }
 
 impl<S: Store> Tracked<S> {
@@ -50,14 +50,15 @@ impl<S: Store> Tracked<S> {
         let map = |at, len| if len == 0 { Ok(Segment::zeroed(0)) } else { store.map(StoreOffset(at), len as usize) };
         let bits = map(at + marks_bytes, interval.bits_bytes(grain))?;
         let marks = map(at, marks_bytes)?;
-        let areas = vec![false; interval.areas(grain) as usize];
+        let count = interval.areas(grain) as usize;
+        let areas = vec![false; count];
         Ok(Self {
             store,
             bits: Bits::new(bits, interval.blocks(grain)),
             marks: Bits::new(marks, interval.areas(grain)),
             block_shift: grain.block_bytes.ilog2(),
             area_shift: grain.area_bytes.ilog2(),
-            areas: Mutex::new(Areas { is_durable: areas.clone(), is_touched: areas, awaited: Vec::new() }),
+            areas: Mutex::new(Areas { is_durable: areas.clone(), is_touched: areas, awaited: vec![0; count] }),
             synced_ns: AtomicU64::new(0),
             giving,
             broken,
@@ -96,8 +97,9 @@ impl<S: Store> Tracked<S> {
         self.bits.all_set(self.blocks_of(extent))
     }
 
-    /// Sets the bits of `extent`, without marks: whoever calls this syncs them before the disk changes there.
-    pub fn set_durably_later(&self, extent: Extent) {
+    /// Sets the bits of `extent`, without marks, in an interval that is not in the header yet: whoever calls this syncs them before it is.
+    pub fn set_unused(&self, extent: Extent) {
+        let _areas = self.areas();
         self.bits.set(self.blocks_of(extent));
     }
 
@@ -144,39 +146,80 @@ impl<S: Store> Tracked<S> {
         if self.bits.all_set(blocks.clone()) {
             return;
         }
-        let concerned = self.areas_of(&blocks);
-        // All of them are awaited, so that no cycle clears one meanwhile.
-        {
-            let mut areas = self.areas();
-            self.marks.set(concerned.clone());
-            areas.awaited.extend(concerned.clone());
-        }
-        let synced = match self.broken {
-            Broken::MarkNotDurable => Ok(()),
-            _ => self.store.sync().await,
-        };
-        self.note_synced(concerned, blocks, synced.is_ok());
-        match synced {
+        match self.set_marked(&[blocks]).await {
             Err(error) => self.giving.up(&error).await,
             Ok(()) if self.has_lost_memory() => self.give_up_memory().await,
             Ok(()) => {}
         }
     }
 
-    /// A sync of the marks of `areas`, which was waited for to set the bits of `blocks`, has succeeded or not.
-    fn note_synced(&self, concerned: Range<u64>, blocks: Range<u64>, is_durable: bool) {
+    /// Sets the bits of all `extents` as requests do, which may set others meanwhile. What needs marks shares one sync. From then on a power cut does not
+    /// undo it.
+    ///
+    /// # Errors
+    /// Those of a sync.
+    pub async fn set_runs(&self, extents: &[Extent]) -> Result<()> {
+        let unset = extents.iter().filter(|extent| !extent.is_empty() && !self.try_set(**extent));
+        let unset: Vec<_> = unset.map(|extent| self.blocks_of(*extent)).collect();
+        if unset.is_empty() { Ok(()) } else { self.set_marked(&unset).await }
+    }
+
+    /// Sets the bits of all `runs` of blocks once the marks of their areas are durable.
+    ///
+    /// # Errors
+    /// Those of a sync. No bit is set then.
+    async fn set_marked(&self, runs: &[Range<u64>]) -> Result<()> {
+        let concerned = || runs.iter().flat_map(|blocks| self.areas_of(blocks));
+        // All of them are awaited, so that no cycle clears one meanwhile.
+        {
+            let mut areas = self.areas();
+            for area in concerned() {
+                self.marks.set(area..area + 1);
+                areas.awaited[area as usize] += 1;
+            }
+        }
+        let synced = match self.broken {
+            Broken::MarkNotDurable => Ok(()),
+            _ => self.store.sync().await,
+        };
+        if synced.is_ok() {
+            self.set_in_parts(runs).await;
+        }
         let mut areas = self.areas();
-        for area in concerned {
-            let at = areas.awaited.iter().position(|other| *other == area);
-            areas.awaited.swap_remove(at.expect("it was put there"));
-            if is_durable {
+        for area in concerned() {
+            areas.awaited[area as usize] -= 1;
+            if synced.is_ok() {
                 areas.is_durable[area as usize] = true;
                 areas.is_touched[area as usize] = true;
             }
         }
-        if is_durable {
-            self.bits.set(blocks);
+        synced
+    }
+
+    /// Sets the bits of all `runs`. No request waits for more than a part of them.
+    async fn set_in_parts(&self, runs: &[Range<u64>]) {
+        for Range { start, end } in runs.iter().cloned() {
+            for at in (start..end).step_by(PART_BITS as usize) {
+                if at > start {
+                    yield_now().await;
+                }
+                let _areas = self.areas();
+                self.bits.set(at..end.min(at + PART_BITS));
+            }
         }
+    }
+
+    /// Has the marks of all areas be durable, so that no request waits for one until the next cycle but one begins. It is to be called before requests set
+    /// bits.
+    ///
+    /// # Errors
+    /// Those of a sync.
+    pub async fn mark_everywhere(&self, now_ns: u64) -> Result<()> {
+        self.marks.set(0..self.marks.count());
+        self.store.sync().await?;
+        self.areas().is_durable.fill(true);
+        self.synced_ns.store(now_ns, Relaxed);
+        Ok(())
     }
 
     /// True when the bits are to be made durable. The caller that gets this answer does it.
@@ -186,23 +229,23 @@ impl<S: Store> Tracked<S> {
         is_due && self.synced_ns.compare_exchange(last, now_ns, Relaxed, Relaxed).is_ok()
     }
 
-    /// Makes the bits durable, and clears the marks of areas in which none was set since the last cycle.
-    ///
-    /// # Errors
-    /// Those of a sync. No mark is cleared then.
-    pub async fn cycle(&self) -> Result<()> {
+    /// Makes the bits durable, and clears the marks of areas in which none was set since the last cycle. When the bits cannot be made durable, tracking is
+    /// given up.
+    pub async fn cycle(&self) {
         let retired = self.retire();
-        if self.broken != Broken::MarksClearedEarly {
-            self.store.sync().await?;
+        if self.broken != Broken::MarksClearedEarly
+            && let Err(error) = self.store.sync().await
+        {
+            // The kernel may give up the bits of a sync that has failed, and would then show old ones.
+            return self.giving.up(&error).await;
         }
         // A request that needs one of these marks meanwhile has begun to wait for it, and keeps it.
         let areas = self.areas();
         for area in retired {
-            if !areas.is_durable[area as usize] && !areas.awaited.contains(&area) {
+            if !areas.is_durable[area as usize] && areas.awaited[area as usize] == 0 {
                 self.marks.clear(area..area + 1);
             }
         }
-        Ok(())
     }
 
     /// From now on no bit is set in the areas that were not touched since the last cycle, unless their marks become durable anew.
@@ -270,10 +313,7 @@ impl<S: Store> Tracking<S> {
 
     async fn cycle(&self) {
         for interval in &self.intervals {
-            // The kernel may give up the bits of a sync that has failed, and would then show old ones.
-            if let Err(error) = interval.cycle().await {
-                interval.giving.up(&error).await;
-            }
+            interval.cycle().await;
         }
     }
 }

@@ -34,6 +34,8 @@ struct Known {
     content: Pages,
     /// The bytes that requests were for since.
     written: Vec<Range<u64>>,
+    /// The bytes that were noted since, durably.
+    noted: Vec<Range<u64>>,
     /// No power cut and no other program came since.
     is_exact: bool,
     /// The call that makes it has returned.
@@ -47,6 +49,8 @@ pub(super) struct Host {
     pub world: World,
     pub faults_before: Cell<u64>,
     pub summary: Cell<ChangesSummary>,
+    /// Draws what is noted beside requests. The seeds that have none stay what they were before there were any.
+    pub noted_rng: Option<RefCell<Rng>>,
     broken: Broken,
     grain: Grain,
     known: RefCell<Vec<Known>>,
@@ -63,8 +67,17 @@ pub(super) struct Host {
     may_be_damaged: Cell<bool>,
 }
 
+/// A part of the disk that a request may be for.
+fn draw_extent(node: &Disks, rng: &mut Rng) -> Extent {
+    let unit = u64::from(node.info().request_align_bytes.max(512));
+    let units = node.size_bytes() / unit;
+    let start = rng.below(units);
+    let len = rng.skewed(32).min(units - start);
+    Extent { offset: GuestOffset(start * unit), len_bytes: len * unit }
+}
+
 impl Host {
-    pub fn new(world: World, broken: Broken, rng: &mut Rng) -> Self {
+    pub fn new(world: World, broken: Broken, rng: &mut Rng, seed: u64) -> Self {
         // No smaller than what the host aligns to: a request that is not aligned takes its surroundings with it.
         let block_bytes = *rng.pick(&[4096, 4096, 16384]);
         let area_bytes = block_bytes << rng.below(5);
@@ -73,6 +86,7 @@ impl Host {
             world,
             faults_before: Cell::default(),
             summary: Cell::default(),
+            noted_rng: (seed % 5 == 3).then(|| RefCell::new(Rng::new(seed).split(71))),
             broken,
             grain: Grain { block_bytes, area_bytes },
             known: RefCell::default(),
@@ -229,6 +243,11 @@ impl Host {
                 "block {block} has changed since {name}, and is not marked"
             );
         }
+        for noted in &known.noted {
+            let all = noted.start / block_bytes..noted.end.div_ceil(block_bytes);
+            let missing = all.clone().find(|block| !blocks.contains(block));
+            assert!(missing.is_none(), "of the blocks {all:?}, noted since {name}, {missing:?} is not marked");
+        }
         for block in blocks.iter().filter(|_| known.is_exact) {
             let bytes = block * block_bytes..(block + 1) * block_bytes;
             let is_new = bytes.end > known.content.len();
@@ -245,14 +264,27 @@ impl Host {
         self.requests.borrow().len() - 1
     }
 
+    /// Notes what changes by other ways than requests, again and again, while there are requests.
+    pub async fn notes(self: Rc<Self>, node: Disks, changes: Tracker, mut rng: Rng, actions: u64) {
+        for _ in 0..actions {
+            pause(&mut rng, 30).await;
+            let extents: Vec<_> = (0..rng.between(1, 3)).map(|_| draw_extent(&node, &mut rng)).collect();
+            let numbers: Vec<_> = extents.iter().map(|extent| self.begin(*extent)).collect();
+            let noted = changes.note_surely(&extents).await;
+            numbers.into_iter().for_each(|number| self.requests.borrow_mut()[number].1 = true);
+            self.allow(&noted);
+            if noted.is_ok() {
+                self.count(|summary| summary.noted += 1);
+                let ranges = || extents.iter().map(|extent| extent.offset.0..extent.end());
+                self.known.borrow_mut().iter_mut().for_each(|known| known.noted.extend(ranges()));
+            }
+        }
+    }
+
     /// So many requests, one after the other.
     pub async fn client(self: Rc<Self>, node: Disks, mut rng: Rng, requests: u64) {
         for _ in 0..requests {
-            let unit = u64::from(node.info().request_align_bytes.max(512));
-            let units = node.size_bytes() / unit;
-            let start = rng.below(units);
-            let len = rng.skewed(32).min(units - start);
-            let extent = Extent { offset: GuestOffset(start * unit), len_bytes: len * unit };
+            let extent = draw_extent(&node, &mut rng);
             let number = self.begin(extent);
             let done = match rng.below(8) {
                 0 => node.discard(extent).await,
@@ -306,6 +338,7 @@ impl Host {
                 name: name.clone(),
                 content: self.content(),
                 written: counts.map(|(_, (bytes, _))| bytes.clone()).collect(),
+                noted: Vec::new(),
                 is_exact: true,
                 is_made: false,
                 is_going: false,

@@ -1,11 +1,12 @@
 //! A disk whose changed blocks are tracked, while clients work, checkpoints are made and removed, and everything may end at any step.
 //!
 //! The disk is a raw image. In each life clients write, zero and discard, and somebody makes and removes checkpoints, asks what has
-//! changed, and lets the disk grow. A life ends in order, by the death of the process or by a power cut; in some the host's operations fail. What
-//! has to hold, whenever somebody asks:
+//! changed, and lets the disk grow. In some seeds changes are noted beside that, as ways back note them. A life ends in order, by the death of the
+//! process or by a power cut; in some the host's operations fail. What has to hold, whenever somebody asks:
 //!
 //! - **Each block whose content differs from the checkpoint's counts as changed.**
 //! - **Where there was no power cut, no block counts as changed that no request was for**, but for those by which the disk grew.
+//! - **What was noted counts as changed, after every crash.**
 //! - **A checkpoint that was made is there after every crash**, and one that was removed is not.
 //! - **A disk whose changes cannot be noted any more goes on**, and has no checkpoints from the next life on.
 //! - **After another program has written to the disk, everything counts as changed.**
@@ -50,6 +51,8 @@ summary! {
         pub exact: u64,
         /// Lives in which tracking was given up.
         pub given_up: u64,
+        /// How often something was noted beside requests.
+        pub noted: u64,
     }
 }
 
@@ -87,7 +90,7 @@ fn run_plan(seed: u64, plan: Plan, broken: Broken, trace: bool) -> Result<Change
         world.keep_trace();
     }
     let mut rng = Rng::new(seed).split(70);
-    let host = Rc::new(Host::new(world.clone(), broken, &mut rng));
+    let host = Rc::new(Host::new(world.clone(), broken, &mut rng, seed));
     catch_findings(&world, move || {
         // The last two are quiet: what a crash has left is seen for sure.
         for life in plan.lives.iter().cloned().chain([Life::quiet(8, 2), Life::quiet(0, 2)]) {
@@ -126,6 +129,10 @@ fn phases(host: &Rc<Host>, executor: &mut Executor, life: &Life, rng: &mut Rng) 
     host.world.set_faults(life.faults.clone());
     for _ in 0..life.clients.min(4) {
         executor.spawn(host.clone().client(node.clone(), Rng::new(rng.word()), life.requests / 2));
+    }
+    if let Some(rng) = &host.noted_rng {
+        let rng = Rng::new(rng.borrow_mut().word());
+        executor.spawn(host.clone().notes(node.clone(), changes.clone(), rng, life.requests / 4));
     }
     executor.spawn(host.clone().checkpoints(node.clone(), changes.clone(), Rng::new(rng.word()), life.requests / 8));
     executor.finish(limit)?;

@@ -16,7 +16,7 @@ fn three_hundred_seeds_find_nothing() {
     }
     println!("{all:?}");
     assert!(all.made > 300 && all.removed > 80 && all.crashes > 300, "too little happened: {all:?}");
-    assert!(all.given_up > 3, "too little failed: {all:?}");
+    assert!(all.given_up > 1 && all.noted > 300, "too little failed, or was noted: {all:?}");
     assert!(all.asked > 1000 && all.exact > 300 && all.exact < all.asked, "too little was asked: {all:?}");
 }
 
