@@ -56,7 +56,8 @@ pub(super) enum Failure {
     Disk(Error),
     /// The new place fails. If it is on another host, it may come back.
     Place(Error),
-    /// The names of both images could not be put back: both stay, so that the next open of the disk can do that.
+    /// The names of both images could not be put back. On this host both stay, so that the next open of the disk can do that. A half on another host was given up: nothing is to lead
+    /// to it any more.
     Names(Error),
 }
 
@@ -82,6 +83,8 @@ struct Ends<F: Files> {
     is_over_parents: bool,
     /// What the new image may have itself, where that is on another host, and so cannot be looked up.
     touched: Option<Rc<Blocks>>,
+    /// What has ended a write that the new place may still do.
+    late: RefCell<Option<Error>>,
     broken: Broken,
 }
 
@@ -179,10 +182,25 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
         let mut is_marked = false;
         loop {
             match Box::pin(self.until_failure(&mut is_marked)).await {
-                Err(Failure::Place(error)) if self.place.may_come_back() => self.come_back(&error).await?,
+                Err(Failure::Place(error)) if self.place.may_come_back() => {
+                    self.refuse_late()?;
+                    self.come_back(&error).await?;
+                }
                 over => return over,
             }
         }
+    }
+
+    /// Fails when another server than `spile receive` may still do a write that got no answer in time. That one lets nothing in that comes by an old link; any other may do it after
+    /// newer ones of the next link, and even after the hand-over.
+    fn refuse_late(&self) -> Result<(), Failure> {
+        let Some(late) = self.ends().late.take().filter(|_| self.place.taken_in().is_none()) else { return Ok(()) };
+        let what = "a write got no answer in time, and the server may still do it, after newer ones";
+        let hint = format!(
+            "the disk stays where it is: look why {} hangs, have its server started anew, so that it does nothing late, and move the disk again",
+            self.place.moved.to
+        );
+        Err(Failure::Place(Error::new(ErrorKind::TimedOut, what).caused_by(late).hint(hint)))
     }
 
     async fn until_failure(&self, is_marked: &mut bool) -> Result<Over<F>, Failure> {
@@ -349,7 +367,7 @@ impl<'a, 'w, F: Files> Copier<'a, 'w, F> {
             let ends = self.ends();
             self.unless_told(Box::pin(async move {
                 ends.unflushed.mark(part);
-                ends.target.write_zeroes(part, ZEROES).await.map_err(Failure::Place)
+                ends.target.write_zeroes(part, ZEROES).await.map_err(|error| ends.not_written(error))
             }))
             .await?;
             at = part.end();
@@ -517,6 +535,7 @@ impl<F: Files> Ends<F> {
         Self {
             is_over_parents,
             touched: None,
+            late: RefCell::default(),
             broken: work.broken,
             source: Aligned::new(source.clone()),
             target: Aligned::new(target),
@@ -557,9 +576,17 @@ impl<F: Files> Ends<F> {
         self.unflushed.mark(run);
         for part in parts {
             let within = (part.start() - run.start()) as usize..(part.end() - run.start()) as usize;
-            put(&self.target, part, &bytes.slice(within)).await.map_err(Failure::Place)?;
+            put(&self.target, part, &bytes.slice(within)).await.map_err(|error| self.not_written(error))?;
         }
         Ok(())
+    }
+
+    /// A write to the new place has failed with `error`. A link says of one for which it has waited in vain that it took too long, and for good: it cannot be tried again.
+    fn not_written(&self, error: Error) -> Failure {
+        if error.kind() == ErrorKind::TimedOut && error.is_permanent() {
+            self.late.replace(Some(error.duplicate()));
+        }
+        Failure::Place(error)
     }
 
     /// What the disk's own image has of `run`, and what the new one has. What both lack is the same; what only the new one has, the disk's own image has

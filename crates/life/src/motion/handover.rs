@@ -13,6 +13,7 @@
 //! 7. The gates open to the new image. Until now nobody has written to it but the copier.
 
 use std::cell::Cell;
+use std::fmt::Write as _;
 use std::path::Path;
 use std::pin::{Pin, pin};
 use std::time::{Duration, Instant};
@@ -27,7 +28,7 @@ use spile_node::{ClosedGates, close_gates};
 
 use super::back::{BACK, back_there};
 use super::copier::{Copier, Failure, Over};
-use super::note::{is_free, refuse_taken, rename_to_free};
+use super::note::{is_free, refuse_taken, refuse_unfinished, rename_to_free};
 use super::order;
 use super::place::Place;
 use crate::names;
@@ -94,6 +95,8 @@ pub(super) async fn attempt<F: Files>(copier: &Copier<'_, '_, F>, bounds: Bounds
 /// Removes what a process before, or a disk that was there, has left beside the new path: it would be taken for what has changed of this disk, or for where it came from.
 async fn forget_what_was_there<F: Files>(copier: &Copier<'_, '_, F>) -> Result<()> {
     let Locator::Path(to) = &copier.place.moved.to else { return Ok(()) };
+    // Another disk may have got the name since the move began: these files are its own then.
+    refuse_taken(copier.work.files, to).await?;
     remove_if_there(copier.work.files, &names::changes(to)).await?;
     remove_if_there(copier.work.files, &names::came(to)).await
 }
@@ -218,16 +221,18 @@ async fn prepare_names<F: Files>(copier: &Copier<'_, '_, F>) -> Result<()> {
     check_names(copier).await?;
     if let Some(disk) = disk.as_ref().filter(|_| !stays) {
         if let Locator::Path(to) = &moved.to {
-            // Where a disk went that was there says nothing about this one.
+            // Where a disk went that was there says nothing about this one, once it has got there.
+            refuse_unfinished(files, to, None).await?;
             remove_if_there(files, &names::moved(to)).await?;
         }
-        if copier.work.broken != Broken::NotNoted {
-            moved.write(files, disk).await?;
-        }
+        // In this order: whoever finds the disk with both names knows that the note is of this hand-over, and removes it.
         match files.link(disk, &moved.image).await {
             // Without second names it is renamed at the hand-over.
             Err(error) if error.kind() == ErrorKind::Unsupported => refuse_taken(files, &moved.image).await?,
             linked => linked?,
+        }
+        if copier.work.broken != Broken::NotNoted {
+            moved.write(files, disk).await?;
         }
     }
     copier.is_named.set(true);
@@ -346,7 +351,7 @@ async fn take_names<F: Files>(copier: &Copier<'_, '_, F>) -> Result<(), Failure>
     {
         return Err(match name_back(files, old, place).await {
             Ok(()) => Failure::Disk(error),
-            Err(left) => names_lost(error, &left, place),
+            Err(left) => Box::pin(names_lost(copier, error, &left)).await,
         });
     }
     let named = match copier.work.broken {
@@ -413,7 +418,7 @@ async fn give_up<F: Files>(
     let Locator::Path(to) = &place.moved.to else {
         return Err(match back {
             Ok(()) => Failure::Disk(error),
-            Err(left) => names_lost(error, &left, place),
+            Err(left) => Box::pin(names_lost(copier, error, &left)).await,
         });
     };
     match back {
@@ -435,7 +440,7 @@ async fn give_up<F: Files>(
             if is_at(files, new, to).await {
                 let _ = files.remove(to).await;
             }
-            Err(names_lost(error, &left, place))
+            Err(Box::pin(names_lost(copier, error, &left)).await)
         }
     }
 }
@@ -463,13 +468,24 @@ async fn name_back<F: Files>(files: &F, old: &F::Store, place: &Place) -> Result
     }
 }
 
-/// The failure `error` of a hand-over after which the old image could not get its name back, because of `left`.
-fn names_lost(error: Error, left: &Error, place: &Place) -> Failure {
-    let name = |path: Option<&Path>| path.map(|path| path.display().to_string()).unwrap_or_default();
-    let (disk, image) = (name(place.disk.as_deref()), name(Some(&place.moved.image)));
-    let hint = format!(
-        "the disk goes on with its old image, which could not get its name {disk} back ({left}): rename {image} to {disk} \
+/// The failure `error` of a hand-over after which the old image could not get its name back, because of `left`. The gates are still closed.
+async fn names_lost<F: Files>(copier: &Copier<'_, '_, F>, error: Error, left: &Error) -> Failure {
+    let place = copier.place;
+    let Some(disk) = &place.disk else { return Failure::Names(error) };
+    let (path, image) = (disk.display(), place.moved.image.display());
+    let mut hint = format!(
+        "the disk goes on with its old image, which could not get its name {path} back ({left}): rename {image} to {path} \
          before the disk is opened anew"
     );
+    // What another host has is older than the disk as soon as a guest writes: nobody may take it for the disk when there is no file at the old path after
+    // a crash. Once half and note are gone, nobody gives it its name.
+    if place.may_come_back() {
+        let note = names::moved(disk);
+        if let Err(left) = remove_if_there(copier.work.files, &note).await {
+            let _ = write!(hint, ", and remove {} ({left})", note.display());
+        }
+        place.drop_there(copier.work).await;
+        let _ = write!(hint, "; {} is not the disk", place.moved.to);
+    }
     Failure::Names(error.hint(hint))
 }

@@ -488,10 +488,20 @@ fn old_image_of<S: spile_core::Store>(source: &Graph<S>, disk: &Path) -> CameFro
 /// Removes the second name of the image of `graph` that a process has left which ended right before a hand-over, or right after one.
 pub(crate) async fn remove_second_name<F: Files>(files: &F, graph: &GraphOf<F>) -> Result<()> {
     let leaf = &graph.handles()[0];
-    for name in [names::moving(leaf.path()), old_image(leaf.path())] {
-        if files.is_at(leaf.image().store(), &name).await? {
-            files.remove(&name).await?;
-        }
+    let moving = names::moving(leaf.path());
+    if files.is_at(leaf.image().store(), &moving).await? {
+        files.remove(&moving).await?;
+    }
+    remove_name_of_old_image(files, leaf.image().store(), leaf.path()).await
+}
+
+/// Removes the name that the disk `store` at `disk` gets before it loses its own, and before that the note of that hand-over: it would speak for a half as soon as somebody
+/// gives the disk another name.
+async fn remove_name_of_old_image<F: Files>(files: &F, store: &F::Store, disk: &Path) -> Result<()> {
+    let image = old_image(disk);
+    if files.is_at(store, &image).await? && files.is_at(store, disk).await? {
+        remove_if_there(files, &names::moved(disk)).await?;
+        files.remove(&image).await?;
     }
     Ok(())
 }

@@ -61,7 +61,11 @@ impl Moved {
     }
 
     /// Writes the note of `disk`, durably, in the place of an older one.
+    ///
+    /// # Errors
+    /// As [`refuse_unfinished`]; the system's.
     pub(super) async fn write<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
+        refuse_unfinished(files, disk, Some(&self.to)).await?;
         let (text, new) = (self.to_text()?, names::new_moved(disk));
         remove_if_there(files, &new).await?;
         let store = files.create(&new, 0).await?;
@@ -115,6 +119,15 @@ impl Moved {
         self.told(disk)
     }
 
+    /// True when the process that handed the disk over to another path of this host has ended between the two names, or is just there.
+    async fn is_broken_off<F: Files>(&self, files: &F, disk: &Path) -> bool {
+        let (Locator::Path(to), Some(half)) = (&self.to, &self.half) else { return false };
+        // With its new name the new image is the disk. Without the hidden one nobody knows what has become of it, and a disk that has left
+        // the new path was there.
+        let is_gone = is_free(files, disk).await && is_free(files, to).await && is_free(files, &names::moved(to)).await;
+        is_gone && !is_free(files, half).await
+    }
+
     /// What whoever looks for the disk at its old path `disk` is told.
     pub fn told(&self, disk: &Path) -> Error {
         let to = &self.to;
@@ -141,14 +154,8 @@ pub async fn take_back<F: Files>(files: &F, disk: &Path, may_change: bool) -> Re
         return Err(moved.finished_late(files, disk, order, may_change).await);
     }
     // An export is the disk as soon as the old image has lost its name; a file, at the latest when the note does not name its half any more.
-    let (Locator::Path(to), Some(half)) = (&moved.to, &moved.half) else { return Err(moved.told(disk)) };
-    // With its new name the new image is the disk. Without the hidden one nobody knows what has become of it, and a disk that has left
-    // the new path was there.
-    let is_broken_off = async || {
-        let is_gone = is_free(files, disk).await && is_free(files, to).await && is_free(files, &names::moved(to)).await;
-        is_gone && !is_free(files, half).await
-    };
-    if !is_broken_off().await {
+    let Some(half) = moved.half.as_deref() else { return Err(moved.told(disk)) };
+    if !moved.is_broken_off(files, disk).await {
         return Err(moved.told(disk));
     }
     if !may_change {
@@ -163,7 +170,8 @@ pub async fn take_back<F: Files>(files: &F, disk: &Path, may_change: bool) -> Re
     let (old, new) = (open(&moved.image).await?, open(half).await?);
     // The hand-over may have come to its end until they were open.
     let are_there = files.is_at(&old, &moved.image).await? && files.is_at(&new, half).await?;
-    if !are_there || Moved::read(files, disk).await?.as_ref() != Some(&moved) || !is_broken_off().await {
+    if !are_there || Moved::read(files, disk).await?.as_ref() != Some(&moved) || !moved.is_broken_off(files, disk).await
+    {
         return Err(moved.told(disk));
     }
     rename_to_free(files, &moved.image, disk).await?;
@@ -174,6 +182,27 @@ pub async fn take_back<F: Files>(files: &F, disk: &Path, may_change: bool) -> Re
     remove_if_there(files, &names::moved(disk)).await?;
     drop((old, new));
     Ok(true)
+}
+
+/// Refuses to have the note of a disk that was at the path `disk` go, or be replaced, while that disk's hand-over has not come to its end: nothing else says what is left
+/// to do. `own`: where the caller moves the disk that is there now. A note of that was left by a process before.
+///
+/// # Errors
+/// `Exists`; the system's.
+pub(super) async fn refuse_unfinished<F: Files>(files: &F, disk: &Path, own: Option<&Locator>) -> Result<()> {
+    let Some(moved) = Moved::read(files, disk).await? else { return Ok(()) };
+    if moved.finish.is_none() && !moved.is_broken_off(files, disk).await || own == Some(&moved.to) {
+        return Ok(());
+    }
+    let (to, note) = (&moved.to, names::moved(disk));
+    // Only the message goes to another host.
+    let what = format!(
+        "another disk was handed over from this path to {to}, and that has not come to its end; only the note {} tells what is left to do",
+        note.display()
+    );
+    let hint = "while no file has this path, start a server with it (spile serve), which ends that hand-over; or remove the note, when that disk is \
+         known to have its name there, or is not needed";
+    Err(Error::new(ErrorKind::Exists, what).at_path(disk).hint(hint))
 }
 
 /// True when nothing has the name `path`, as far as can be seen.

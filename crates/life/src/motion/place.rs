@@ -12,14 +12,14 @@ use spile_image::create::NewImage;
 use spile_image::layer::{Identity, Layer};
 use spile_image::{Broken, Format, Graph, OpenOptions};
 
-use super::note::{Moved, is_free, refuse_taken};
+use super::note::{Moved, is_free, refuse_taken, refuse_unfinished};
 use super::order::{self, Order};
 use super::parents::{Held, JOINT, Parents};
 use super::parents_there::{ParentsThere, Sending};
 use super::pauses::Pauses;
 use super::received::IS_WHOLE;
 use super::status::Status;
-use super::{Move, old_image};
+use super::{Move, old_image, remove_name_of_old_image};
 use crate::jobs::Plan;
 use crate::jobs::note::{Copied, Note, There, from_hex, to_hex};
 use crate::names;
@@ -140,11 +140,13 @@ impl Place {
                     "there is an old image of an earlier move already, of the name that the disk's image would get";
                 return Err(taken(what, &self.moved.image));
             }
+            if !self.stays {
+                refuse_unfinished(work.files, disk, Some(&self.moved.to)).await?;
+            }
         }
-        match &self.moved.to {
-            Locator::Path(to) => refuse_taken(work.files, to).await,
-            _ => Ok(()),
-        }
+        let Locator::Path(to) = &self.moved.to else { return Ok(()) };
+        refuse_taken(work.files, to).await?;
+        refuse_unfinished(work.files, to, None).await
     }
 
     /// Refuses to move an image away that others name as their parent.
@@ -167,10 +169,7 @@ impl Place {
     /// Removes the name that the old image, which is `store`, gets before it loses its own.
     async fn remove_second_name<F: Files>(&self, files: &F, store: &F::Store) -> Result<()> {
         let Some(disk) = self.disk.as_ref().filter(|_| !self.stays) else { return Ok(()) };
-        match files.is_at(store, disk).await? && files.is_at(store, &self.moved.image).await? {
-            true => files.remove(&self.moved.image).await,
-            false => Ok(()),
-        }
+        remove_name_of_old_image(files, store, disk).await
     }
 
     /// True when the place is on another host: what fails there may be there again later.
@@ -616,7 +615,8 @@ impl Place {
             _ => Ok(()),
         };
         let name = self.remove_second_name(files, source.handles()[0].image().store()).await;
-        let note = match &self.disk {
+        // A copy has none.
+        let note = match self.disk.as_ref().filter(|_| !self.stays) {
             Some(disk) => remove_if_there(files, &names::moved(disk)).await,
             None => Ok(()),
         };

@@ -23,7 +23,7 @@ use spile_image::layer::{Identity, Layer as _};
 use spile_image::{Format, Graph, OpenOptions};
 
 use super::back::Left;
-use super::note::{is_free, refuse_taken};
+use super::note::{is_free, refuse_taken, refuse_unfinished};
 use super::old_image;
 use super::order::{Below, IS_FREE, InChain, Like, NEEDS_NAME, is_earlier_attempt, is_name};
 use super::place::remove_half;
@@ -366,6 +366,7 @@ impl<F: Files> Receiver<'_, F> {
         let is_meant = |left: &Left| left.id == of && left.image.from == disk && left.image.size_bytes == size_bytes;
         let left = left.filter(is_meant).ok_or_else(|| no_old_image(&disk))?;
         refuse_taken(self.files, &disk).await?;
+        refuse_unfinished(self.files, &disk, None).await?;
         let before = Received::read(self.files, &disk).await?.filter(|note| note.state != ReceivedState::Whole);
         // An answer may not have been heard; the move that has asked may have been given up since, and this is the next one.
         let (is_taken, is_own) = match &before {
@@ -482,6 +483,8 @@ impl<F: Files> Receiver<'_, F> {
             ReceivedState::HandingOver => {}
             ReceivedState::Making | ReceivedState::Half => {
                 refuse_taken(self.files, &disk).await?;
+                // The last moment: once the old place has lost its name, this image must get its own.
+                refuse_unfinished(self.files, &disk, None).await?;
                 note.state = ReceivedState::HandingOver;
                 note.write(self.files, &disk).await?;
             }
@@ -500,6 +503,26 @@ impl<F: Files> Receiver<'_, F> {
             Ok(canonical) if canonical != disk => Ok(false),
             Ok(_) => Ok(self.asking.open(&disk.into(), OpenMode::ReadOnly).await?.len_bytes() == 0),
             Err(error) => Err(error),
+        }
+    }
+
+    /// True when nothing has the name of the disk `disk`, or only what keeps it for the image on its way. Else what lies beside that name is another disk's.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn has_name(&self, disk: &Path) -> Result<bool> {
+        Ok(is_free(self.files, disk).await || self.is_keeper(disk).await?)
+    }
+
+    /// Refuses what is to lie beside the name of the disk `name`, which is on its way, when another disk has got that name.
+    ///
+    /// # Errors
+    /// `Exists`; the system's.
+    pub async fn check_name(&self, name: &str) -> Result<()> {
+        let disk = self.disk(name)?;
+        match self.has_name(&disk).await? {
+            true => Ok(()),
+            false => refuse_taken(self.files, &disk).await,
         }
     }
 
@@ -529,6 +552,7 @@ impl<F: Files> Receiver<'_, F> {
     async fn make(&self, disk: &Path, image: &Begun<'_>) -> Result<Place> {
         let (half, &Begun { id, size_bytes, format, in_chain }) = (names::receiving(disk), image);
         refuse_taken(self.files, disk).await?;
+        refuse_unfinished(self.files, disk, None).await?;
         refuse_taken(self.files, &half).await?;
         // The parent is open, so that nobody writes to it, until the new image names it.
         let below = match in_chain.and_then(|image| image.below.as_ref()) {
@@ -608,6 +632,10 @@ impl<F: Files> Receiver<'_, F> {
         let half = names::receiving(&disk);
         let (mut note, place) = self.of_move(&disk, id).await?;
         if place.path == half {
+            // That of a disk was asked for before its hand-over began.
+            if note.is_parent {
+                refuse_unfinished(self.files, &disk, None).await?;
+            }
             // Where a disk went that was there says nothing about this one; nor does what was to become of an image that was deleted.
             remove_if_there(self.files, &names::moved(&disk)).await?;
             Gone::remove(self.files, &disk).await?;
@@ -681,18 +709,22 @@ impl<F: Files> Receiver<'_, F> {
         }
     }
 
+    /// Removes what is noted of the changes of the image on its way to `disk`. Where another disk has got that name, the file beside it is that one's.
     async fn forget_changes(&self, disk: &Path) -> Result<()> {
-        remove_if_there(self.files, &names::changes(disk)).await?;
+        if self.has_name(disk).await? {
+            remove_if_there(self.files, &names::changes(disk)).await?;
+        }
         remove_if_there(self.files, &names::new_changes(disk)).await
     }
 
     /// Makes the file, of `len_bytes`, for what has changed of the disk that comes by the move `id`. What an earlier try has left of it goes.
     ///
     /// # Errors
-    /// `InvalidInput` for a length that cannot be; `Denied` when the image has its name already; `NotFound` when there is none; the system's.
+    /// `InvalidInput` for a length that cannot be; `Denied` when the image has its name already; `Exists` when another file has it; `NotFound` when there is no image; the system's.
     pub async fn begin_marks(&self, name: &str, id: Identity, len_bytes: u64) -> Result<Place> {
         let disk = self.disk(name)?;
         self.half(name, id).await?;
+        self.check_name(name).await?;
         let path = names::new_changes(&disk);
         if !(1..=MOST_FILE_BYTES).contains(&len_bytes) || !len_bytes.is_multiple_of(PAGE_BYTES) {
             let what = format!("no file of changed blocks has {len_bytes} bytes");

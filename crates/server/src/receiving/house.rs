@@ -389,7 +389,14 @@ impl House {
             if names::disk_of_half(&place.path).is_none() {
                 failed_syncs::recall(&graph);
             }
-            checkpoints.open_own(&graph).await?;
+            let is_own = match names::disk_of_half(&place.path) {
+                // Another disk that has got this name meanwhile has checkpoints of its own there.
+                Some(disk) => self.receiver().has_name(&disk).await?,
+                None => true,
+            };
+            if is_own {
+                checkpoints.open_own(&graph).await?;
+            }
         }
         graph.begin();
         let disk = Arc::new(node(graph).with_troubles(trouble::of_disk(name.to_owned(), Policy::default())));

@@ -54,6 +54,8 @@ impl Door {
         receiver.half(&room.name, id).await.map_err(refused)?;
         let lease = self.have_open(room, id).await?;
         let alone = room.alone().await?;
+        // They are to lie beside the disk's name.
+        receiver.check_name(&room.name).await.map_err(refused)?;
         let open = lease.open();
         let adopted = open.checkpoints.adopt(&open.disk, &packed).await;
         drop(alone);

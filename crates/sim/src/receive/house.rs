@@ -377,6 +377,7 @@ impl House {
         });
         let lease = lease.await?;
         let _alone = self.busy.lock().await;
+        self.with_receiver(async |receiver| receiver.check_name(name).await).await.map_err(refused)?;
         let (disk, of) = (Path::new(self.folder).join(name), &lease.of);
         let (packed, side) = (names::new_changes(&disk), names::changes(&disk));
         // It was adopted before, and the answer was not heard.
@@ -564,7 +565,11 @@ impl House {
         let (writer, users, is_stopped, connections) = Default::default();
         let open =
             OpenDisk { node: Node::new(graph), changes: Mutex::default(), writer, users, is_stopped, connections };
-        if self.tracks && !place.is_sealed && !name.starts_with(MARKS) {
+        let is_own = match names::disk_of_half(path) {
+            Some(disk) => self.with_receiver(async |receiver| receiver.has_name(&disk).await).await?,
+            None => true,
+        };
+        if self.tracks && is_own && !place.is_sealed && !name.starts_with(MARKS) {
             let disk = names::disk_of_half(path).unwrap_or_else(|| path.clone());
             let around = marks::around(&self.world, changes::Broken::Nothing);
             let found = marks::found_at(&self.world, path);

@@ -15,6 +15,7 @@ mod images;
 mod inner;
 mod merge;
 mod motion;
+mod moves;
 mod qcow2;
 mod rebase;
 mod receive;

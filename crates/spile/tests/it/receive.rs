@@ -434,11 +434,11 @@ fn a_move_that_fails_leaves_nothing_on_the_other_host() {
 
 /// From now on no disk called `name` gets its name there: the folder is in the way of what is removed first.
 fn block_naming(dir: &Path, name: &str) {
-    fs::create_dir(dir.join(format!("there/.{name}.spile-moved"))).unwrap();
+    fs::create_dir(dir.join(format!("there/.{name}.spile-gone"))).unwrap();
 }
 
 fn unblock_naming(dir: &Path, name: &str) {
-    fs::remove_dir(dir.join(format!("there/.{name}.spile-moved"))).unwrap();
+    fs::remove_dir(dir.join(format!("there/.{name}.spile-gone"))).unwrap();
 }
 
 fn state_there(dir: &Path) -> Value {
@@ -538,7 +538,7 @@ fn a_copy_that_is_to_be_named_is_not_copied_to_any_more_and_a_cancel_asks_the_ot
     };
     // The other host answers: it has no name, and goes.
     cancelled(&copy("a.raw"), "cancelled");
-    assert_eq!(names(dir, "there"), [".a.raw.spile-moved"]);
+    assert_eq!(names(dir, "there"), [".a.raw.spile-gone"]);
     // The next process only has it named.
     copy("b.raw");
     served.kill();
@@ -739,7 +739,7 @@ fn a_guest_goes_on_here_only_when_the_other_host_does_not_have_the_disk() {
     );
     ok(dir, &["job", id, "cancel"]);
     eventually("it is cancelled", || job(dir, "receive-doubt")["state"] == "cancelled");
-    assert_eq!(names(dir, "there"), [".disk.vhd.spile-moved"]);
+    assert_eq!(names(dir, "there"), [".disk.vhd.spile-gone"]);
     ok(dir, &["resume", "receive-doubt"]);
     Client::connect(&served.uri()).unwrap().write(0, &[6; 4096], true).unwrap();
     assert!(served.terminate().success() && there.terminate().success());
