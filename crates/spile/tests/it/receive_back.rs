@@ -496,7 +496,7 @@ fn an_old_image_that_gets_its_name_back_does_not_believe_what_was_noted_after_th
     ok(&dir, &["checkpoint", "back-name", "x"]);
     json(&dir, &["move", "back-name", "--to", &to(&dir, "there", world.name), "--rate", "24M"]);
     // A folder has the hidden name of a note that is due once the disk has its name.
-    fs::create_dir(dir.join("there/.back-name.raw.spile-moved")).unwrap();
+    fs::create_dir(dir.join("there/.back-name.raw.spile-gone")).unwrap();
     eventually("it waits for its name", || job(&dir, "back-name")["motion"]["phase"] == "naming");
     world.write(&served, 7 * MIB);
     let said = fails(&dir, 1, &["checkpoint", "back-name", "y"]);
