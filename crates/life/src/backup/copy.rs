@@ -111,6 +111,8 @@ impl<S: Store, G: Disk, D: Disk> Copy<'_, S, G, D> {
         match self.changed {
             None => self.job.set_total(self.from.size_bytes()),
             Some(changed) => {
+                // The disk may have been longer.
+                shared.digests.borrow_mut().cut(self.from.size_bytes());
                 let pieces = self.changed_pieces(changed).await;
                 self.job.set_total(pieces.iter().map(|piece| piece.extent.len_bytes).sum());
                 let mut left = shared.left.lock().await;
@@ -234,6 +236,11 @@ impl<S: Store, G: Disk, D: Disk> Copy<'_, S, G, D> {
                     _ => pieces.push(Piece { extent: piece, written: vec![Extent::from_range(part)], is_hole: false }),
                 }
             }
+        }
+        // The piece in which the disk ends now may have been longer: what it holds is looked at anew.
+        let tail = size / PIECE_BYTES * PIECE_BYTES..size;
+        if !tail.is_empty() && pieces.last().is_none_or(|last| last.extent.start() < tail.start) {
+            pieces.push(Piece { extent: Extent::from_range(tail), written: Vec::new(), is_hole: false });
         }
         let mut done = 0;
         for (number, piece) in pieces.iter().enumerate() {

@@ -53,6 +53,11 @@ impl Digests {
         }
     }
 
+    /// Forgets the pieces behind the end of a disk of `size_bytes`.
+    pub fn cut(&mut self, size_bytes: u64) {
+        self.0.split_off(&size_bytes.div_ceil(PIECE_BYTES));
+    }
+
     /// True when the piece of number `piece` holds `bytes`.
     pub fn fits(&self, piece: u64, bytes: &Segments) -> bool {
         self.0.get(&piece).copied() == digest(bytes)

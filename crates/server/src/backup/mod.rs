@@ -112,7 +112,9 @@ async fn begin(backups: Vec<Backup>, options: &Options) -> Result<Vec<Running>> 
         backup.target.check_kind(options.since.is_some())?;
         refuse_failed_syncs(&*backup.node.graph().await)?;
     }
-    let targets = open_targets(&backups, options).await?;
+    let since = since_of(&backups, options).await?;
+    let made_unix_s: Vec<_> = since.iter().map(|since| since.as_ref().map(|since| since.made_unix_s)).collect();
+    let targets = open_targets(&backups, since).await?;
     let begun = match begin_all(&backups, options).await {
         Ok(begun) => begun,
         Err(error) => {
@@ -121,14 +123,14 @@ async fn begin(backups: Vec<Backup>, options: &Options) -> Result<Vec<Running>> 
         }
     };
     let now = OsEnv.now_unix_s();
-    let running = |(((point, before), backup), target): ((HostBegun, Backup), Target)| {
+    let running = |((((point, before), backup), target), made_unix_s): (((HostBegun, Backup), Target), Option<u64>)| {
         let manifest = Manifest::new(crate::disks::label(&backup.disk), point.size_bytes(), now);
         let Backup { node, target: spec, job, checkpoints, .. } = backup;
-        let names = Names { made: options.checkpoint.clone(), since: options.since.clone() };
+        let names = Names { made: options.checkpoint.clone(), since: options.since.clone().zip(made_unix_s) };
         let (point, is_wanted) = (Arc::new(point), Arc::default());
         Running { node, job, at: spec.at, target, point, before, manifest, checkpoints, names, is_wanted }
     };
-    Ok(begun.into_iter().zip(backups).zip(targets).map(running).collect())
+    Ok(begun.into_iter().zip(backups).zip(targets).zip(made_unix_s).map(running).collect())
 }
 
 /// Refuses backups that would overwrite each other.
@@ -146,11 +148,11 @@ fn refuse_common_targets(backups: &[Backup]) -> Result<()> {
     Ok(())
 }
 
-/// Opens all targets, in a task of its own: one that hangs keeps no job from being cancelled.
-async fn open_targets(backups: &[Backup], options: &Options) -> Result<Vec<Target>> {
-    let mut wanted = Vec::new();
+/// The checkpoints since which the changes are to be copied.
+async fn since_of(backups: &[Backup], options: &Options) -> Result<Vec<Option<Since>>> {
+    let mut all = Vec::new();
     for backup in backups {
-        let since = match &options.since {
+        all.push(match &options.since {
             None => None,
             Some(name) => {
                 let made_unix_s = since::made_at(backup, name).await?;
@@ -161,9 +163,15 @@ async fn open_targets(backups: &[Backup], options: &Options) -> Result<Vec<Targe
                 let disk = crate::disks::label(&backup.disk);
                 Some(Since { disk, disk_id, name: name.clone(), made_unix_s })
             }
-        };
-        wanted.push((backup.target.clone(), backup.node.size_bytes(), since));
+        });
     }
+    Ok(all)
+}
+
+/// Opens all targets, in a task of its own: one that hangs keeps no job from being cancelled.
+async fn open_targets(backups: &[Backup], since: Vec<Option<Since>>) -> Result<Vec<Target>> {
+    let wanted = |(backup, since): (&Backup, _)| (backup.target.clone(), backup.node.size_bytes(), since);
+    let wanted = backups.iter().zip(since).map(wanted).collect();
     let (done, opened) = oneshot::channel();
     spawn(async move {
         if let Err(Ok(targets)) = done.send(open_each(wanted).await) {

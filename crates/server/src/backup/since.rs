@@ -92,8 +92,8 @@ pub(super) async fn disk_id(checkpoints: &Checkpoints) -> Option<String> {
 pub(super) struct Names {
     /// It was made in the moment of the backup.
     pub made: Option<String>,
-    /// Only what has changed since this one is copied.
-    pub since: Option<String>,
+    /// Only what has changed since this one is copied, which was made then, in seconds since 1970 UTC.
+    pub since: Option<(String, u64)>,
 }
 
 impl Names {
@@ -110,7 +110,7 @@ impl Names {
             manifest.checkpoint = Some(name.clone());
             manifest.disk_id = disk_id(checkpoints).await;
         }
-        let Some(since) = &self.since else { return Ok(None) };
+        let Some((since, made_unix_s)) = &self.since else { return Ok(None) };
         manifest.since = Some(since.clone());
         let (size, mut at, mut changed) = (manifest.virtual_size_bytes, 0, Vec::<Extent>::new());
         while at < size {
@@ -125,6 +125,11 @@ impl Names {
             }
             at = end;
             yield_now().await;
+        }
+        if checkpoints.made_at(since).await? != *made_unix_s {
+            let what = format!("the checkpoint {since:?} was made anew while the backup began");
+            let hint = "what had changed before is not known any more: make a full backup with --checkpoint";
+            return Err(Error::new(ErrorKind::Busy, what).hint(hint));
         }
         Ok(Some(changed))
     }

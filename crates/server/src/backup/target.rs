@@ -307,15 +307,13 @@ impl Target {
         &self.disk
     }
 
-    /// Notes, durably, that what is there is being changed into the backup of `manifest`: until [`Target::finish`] it is of no use.
+    /// Notes, durably, that what is there is being changed into the backup of `manifest`: until [`Target::finish`] it is of no use. The disk may have
+    /// grown since the target was opened.
     ///
     /// # Errors
     /// The system's.
     pub async fn begin(&self, manifest: &Manifest) -> Result<()> {
-        if self.half.is_some() {
-            return Ok(());
-        }
-        if let Some(path) = self.manifest.clone() {
+        if let Some(path) = self.manifest.clone().filter(|_| self.half.is_none()) {
             let (label, under_way) = (path.clone(), manifest.clone().under_way());
             run_blocking(&label, move || under_way.write(&path)).await?;
         }
@@ -357,7 +355,6 @@ impl Target {
             return Err(error);
         }
         disk.inner().handles()[0].image().store().set_copy(false);
-        drop(disk);
         let Some(label) = at.clone().or_else(|| half.as_ref().map(|(_, path)| path.clone())) else { return Ok(()) };
         let put = move || {
             if !is_wanted() {
@@ -366,11 +363,12 @@ impl Target {
             let manifest = manifest.with_digests(&digests).with_parent(parent);
             match (half, at) {
                 (None, at) => at.map_or(Ok(()), |at| manifest.write(&at)),
-                // A process that is killed in between leaves the manifest of the older one, which does not fit. The same command makes both anew.
-                (Some((half, path)), at) if older.is_some() => {
-                    half.replace(&path)?;
-                    at.map_or(Ok(()), |at| manifest.write(&at))
+                // A process that is killed in between leaves a manifest that says so. The same command makes both anew.
+                (Some((half, path)), Some(at)) if older.is_some() => {
+                    manifest.clone().under_way().write_before(&at, || false, || half.replace(&path))?;
+                    manifest.write(&at)
                 }
+                (Some((half, path)), None) if older.is_some() => half.replace(&path),
                 // The manifest first: a file would be in the way of the same command.
                 (Some((half, path)), Some(at)) => {
                     manifest
@@ -381,7 +379,10 @@ impl Target {
                 (Some((half, path)), None) => half.publish(&path).map_err(|error| taken(&path, error)),
             }
         };
-        run_blocking(&label, put).await
+        let put = run_blocking(&label, put).await;
+        // It holds the parent of a backup until that has its name.
+        drop(disk);
+        put
     }
 }
 

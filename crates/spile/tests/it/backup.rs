@@ -1,13 +1,17 @@
 //! Backups by the commands: of disks that are served, and of those that nobody uses; what is refused, and what is left.
 
-use std::fs;
 use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
+use std::process::Stdio;
+use std::sync::mpsc;
+use std::time::Duration;
+use std::{fs, io};
 
 use crate::common::host::{names, raw, serve};
 use crate::common::nbd::Client;
-use crate::common::{eventually, fails, faulty_sync, json, ok};
+use crate::common::{eventually, fails, faulty_sync, json, ok, spile};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
@@ -277,6 +281,90 @@ fn the_changes_since_a_checkpoint_become_a_child_or_change_the_older_backup() {
         fails(dir, 1, &["backup", "grow.raw", "z.vhd", "--since", "none", "--parent", "x.vhd"])
             .contains("no checkpoint")
     );
+}
+
+#[test]
+fn the_changes_of_a_disk_that_has_become_shorter_are_right() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "d.vhd", "--size", "20M"]);
+    let served = serve(dir, &["d.vhd"]);
+    let client = Client::connect(&served.uri()).unwrap();
+    for mib in [3, 10, 15] {
+        client.write(mib << 20, &vec![mib as u8; 1 << 20], true).unwrap();
+    }
+    drop(client);
+    ok(dir, &["backup", "d", "full.vhd", "--checkpoint", "c1", "--wait"]);
+    ok(dir, &["backup", "d", "full.raw", "--wait"]);
+    ok(dir, &["backup", "d", "place.raw", "--checkpoint", "c2", "--wait"]);
+    assert!(served.terminate().success());
+    // Its end lies within a piece that has a digest.
+    ok(dir, &["resize", "d.vhd", "10752K", "--shrink", "--discard"]);
+    let served = serve(dir, &["d.vhd"]);
+    ok(dir, &["backup", "d", "child.vhd", "--since", "c1", "--parent", "full.vhd", "--wait"]);
+    ok(dir, &["backup", "d", "place.raw", "--since", "c2", "--wait"]);
+    assert!(served.terminate().success());
+    ok(dir, &["convert", "d.vhd", "now.raw"]);
+    let now = fs::read(dir.join("now.raw")).unwrap();
+    assert_eq!((now.len(), now[10 << 20]), (10752 << 10, 10));
+    for backup in ["child.vhd", "place.raw"] {
+        assert!(bytes_of(dir, backup) == now, "{backup}");
+    }
+}
+
+/// Passes the first connection to `from` on to `to`, as soon as it is told to.
+fn pass_on(from: &Path, to: &Path) -> mpsc::Sender<()> {
+    let (listener, to) = (UnixListener::bind(from).unwrap(), to.to_owned());
+    let (go, is_told) = mpsc::channel();
+    std::thread::spawn(move || {
+        is_told.recv().unwrap();
+        let pump = |mut from: UnixStream, mut to: UnixStream| std::thread::spawn(move || io::copy(&mut from, &mut to));
+        for stream in listener.incoming().flatten() {
+            let server = UnixStream::connect(&to).unwrap();
+            pump(stream.try_clone().unwrap(), server.try_clone().unwrap());
+            pump(server, stream);
+        }
+    });
+    go
+}
+
+#[test]
+fn a_checkpoint_that_is_made_anew_while_a_backup_since_it_begins_fails_that() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "anew.vhd", "--size", "8M"]);
+    let there = dir.join("there");
+    fs::create_dir(&there).unwrap();
+    ok(&there, &["create", "t.raw", "--size", "8M"]);
+    let (served, target) = (serve(dir, &["anew.vhd"]), serve(&there, &["t.raw,name=t"]));
+    let go = pass_on(&dir.join("slow"), &target.socket);
+    let export = format!("nbd+unix:///t?socket={}", dir.join("slow").display());
+    let client = Client::connect(&served.uri()).unwrap();
+    let backup = |more: &[&str]| {
+        let mut words = vec!["backup", "anew", &export, "--manifest", "m", "--wait"];
+        words.extend(more);
+        let mut command = spile();
+        command.args(words).current_dir(dir).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().unwrap()
+    };
+    let first = backup(&["--checkpoint", "c"]);
+    go.send(()).unwrap();
+    assert!(first.wait_with_output().unwrap().status.success());
+    client.write(1 << 20, &[1; 4096], true).unwrap();
+    // The target does not answer until the checkpoint is another one, which has not seen the write.
+    fs::remove_file(dir.join("slow")).unwrap();
+    let go = pass_on(&dir.join("slow"), &target.socket);
+    let mut second = backup(&["--since", "c"]);
+    std::thread::sleep(Duration::from_millis(500));
+    ok(dir, &["checkpoint", "anew", "c", "--remove"]);
+    std::thread::sleep(Duration::from_millis(1100));
+    ok(dir, &["checkpoint", "anew", "c"]);
+    assert!(second.try_wait().unwrap().is_none(), "it was to wait for its target");
+    go.send(()).unwrap();
+    let said = second.wait_with_output().unwrap();
+    let text = String::from_utf8_lossy(&said.stderr).into_owned();
+    assert!(!said.status.success() && text.contains("was made anew while the backup began"), "{text}");
+    assert!(served.terminate().success() && target.terminate().success());
 }
 
 #[test]
