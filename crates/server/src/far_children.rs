@@ -45,8 +45,19 @@ fn lines(text: &str) -> impl DoubleEndedIterator<Item = &str> + Clone {
 /// asks that file, too. Both paths are whole, and the child does not name the parent yet. Waits for others who note something there.
 ///
 /// # Errors
-/// The system's. `ReadOnly` and `Denied` where the parent's folder cannot be changed.
+/// The system's; where the parent's folder cannot be changed, that is one line in the log.
 pub fn note(parent: &Path, child: &Path) -> Result<()> {
+    match try_note(parent, child) {
+        Err(error) if matches!(error.kind(), ErrorKind::ReadOnly | ErrorKind::Denied) => {
+            let (parent, child) = (parent.display(), child.display());
+            tracing::warn!("{error}: nobody who deletes or writes {parent} is told that {child} needs it");
+            Ok(())
+        }
+        noted => noted,
+    }
+}
+
+fn try_note(parent: &Path, child: &Path) -> Result<()> {
     if parent.parent() == child.parent() || parent.starts_with("/dev") {
         return Ok(());
     }
@@ -108,15 +119,13 @@ fn is_gone(child: &str) -> bool {
         && others.is_some_and(|others| others.is_ok_and(|mut others| others.next().is_some()))
 }
 
-/// Notes children on this host. Where a parent's folder cannot be changed, that is one line in the log.
+/// Notes children on this host ([`note`]).
 pub struct HostNotes;
 
 impl NoteChild for HostNotes {
     fn note_child<'a>(&'a self, parent: &'a Path, child: &'a Path) -> Later<'a, ()> {
         let (parent, child) = (parent.to_owned(), child.to_owned());
-        Box::pin(
-            async move { run_blocking(&parent.clone(), move || crate::parents::note_child(&parent, &child)).await },
-        )
+        Box::pin(async move { run_blocking(&parent.clone(), move || note(&parent, &child)).await })
     }
 }
 

@@ -7,7 +7,6 @@ use spile_image::create::NewParent;
 use spile_image::{LayerInfo, check_parents};
 use spile_life::names::relative;
 
-use crate::far_children;
 use crate::new_file::folder_of;
 
 /// Looks whether a child at `child` could be opened with these as its parents, in its folder or in the `allowed` ones.
@@ -32,21 +31,6 @@ pub fn real(path: &Path) -> Result<PathBuf> {
 /// The system's.
 pub fn all_real(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
     paths.iter().map(|path| real(path)).collect()
-}
-
-/// Notes beside the image at `parent` that the file at `child` is to be its child, if it lies in another folder. Both paths are whole.
-///
-/// # Errors
-/// As [`far_children::note`]; where the parent's folder cannot be changed, that is one line in the log.
-pub fn note_child(parent: &Path, child: &Path) -> Result<()> {
-    match far_children::note(parent, child) {
-        Err(error) if matches!(error.kind(), ErrorKind::ReadOnly | ErrorKind::Denied) => {
-            let (parent, child) = (parent.display(), child.display());
-            tracing::warn!("{error}: nobody who deletes or writes {parent} is told that {child} needs it");
-            Ok(())
-        }
-        noted => noted,
-    }
 }
 
 /// How a child at `child` names the image `parent`.

@@ -12,10 +12,10 @@ use spile_life::revert::Back;
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 
 use crate::disks;
-use crate::far_children::HostNotes;
+use crate::far_children::{self, HostNotes};
 use crate::host::Host;
 use crate::jobs::refuse_failed_syncs;
-use crate::parents::{all_real, new_parent, note_child};
+use crate::parents::{all_real, new_parent};
 
 /// What a disk is to go back to. It is open until this is dropped: nobody can delete it or write to it.
 pub struct Ground {
@@ -43,7 +43,7 @@ impl Ground {
             let allowed = all_real(&allowed)?;
             check_new_child(child.parent().unwrap_or(Path::new("/")), &layers, &allowed)?;
             let parent = new_parent(&child, &layers[0])?;
-            note_child(&layers[0].path, &child)?;
+            far_children::note(&layers[0].path, &child)?;
             Ok::<_, Error>((allowed, parent))
         };
         let (allowed, parent) = run_blocking(&leaf, named).await?;

@@ -104,24 +104,19 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
     let note = Note::new(Plan::Coalesce(plan.clone()), work.job.wishes(), None);
     note.write(work.files, disk).await?;
     work.job.accept();
+    // Their folder may have moved since this was planned.
+    let at = |number: usize| graph.handles()[number].path().to_owned();
+    let here = Merged { path: at(number), parent: at(number + 1), ..plan.clone() };
     match number {
-        0 => {
-            leaf::merge(work, &graph, &checked).await?;
-            remove_marks(work, plan).await
-        }
-        _ => {
-            // Their folder may have moved since this was planned.
-            let at = |number: usize| graph.handles()[number].path().to_owned();
-            let here = Merged { path: at(number), parent: at(number + 1), ..plan.clone() };
-            middle::merge(work, &graph, number, checked, &here).await?;
-            // The layer's children are opened once more, and this graph has one of them open.
-            drop(graph);
-            if here.keeps_name {
-                named::finish(work, &here).await?;
-            }
-            remove_marks(work, &here).await
-        }
+        0 => leaf::merge(work, &graph, &checked).await?,
+        _ => middle::merge(work, &graph, number, checked, &here).await?,
     }
+    // The layer's children are opened once more, and this graph has one of them open.
+    drop(graph);
+    if number > 0 && here.keeps_name {
+        named::finish(work, &here).await?;
+    }
+    remove_marks(work, &here).await
 }
 
 /// True when the layer that `plan` merges is to keep its name, and was deleted itself since: its own child is merged into it first, and `plan` is

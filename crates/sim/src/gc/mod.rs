@@ -402,9 +402,9 @@ impl Host {
     /// The disks without a child that guests may write to.
     async fn leaves(&self) -> Vec<PathBuf> {
         let (files, env) = (self.world.files(), self.env());
-        let family = Family::ask(&self.tools(&files, &files, &env), &self.list()).await;
-        let mut leaves = self.of_fate(Fate::Kept);
         let list = self.list();
+        let family = Family::ask(&self.tools(&files, &files, &env), &list).await;
+        let mut leaves = self.of_fate(Fate::Kept);
         // A server refuses a disk with a child under any of its names, and one that has two names because a merge was broken off.
         let is_free = |path: &PathBuf| {
             let file = self.world.file_number(path);

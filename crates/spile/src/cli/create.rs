@@ -10,9 +10,10 @@ use spile_engine::{OsEnv, run_blocking};
 use spile_image::create::NewImage;
 use spile_image::{Format, OpenOptions};
 use spile_life::names;
+use spile_server::far_children;
 use spile_server::host::Host;
 use spile_server::new_file::{HalfMade, folder_of};
-use spile_server::parents::{check_place, new_parent, note_child, real};
+use spile_server::parents::{check_place, new_parent, real};
 use spile_store::{CacheMode, OsFiles};
 use utoipa::ToSchema;
 
@@ -290,7 +291,10 @@ impl Child {
         Host::new().refuse_unfit(&layers[0].path).await?;
         let size_bytes = self.size_bytes.unwrap_or(layers[0].virtual_bytes);
         let parent = Some(new_parent(&self.path, &layers[0])?);
-        note_child(&layers[0].path, &real(folder_of(&self.path))?.join(self.path.file_name().unwrap_or_default()))?;
+        far_children::note(
+            &layers[0].path,
+            &real(folder_of(&self.path))?.join(self.path.file_name().unwrap_or_default()),
+        )?;
         let new = NewImage { size_bytes, parent, ..self.like.clone() };
         create_with(&self.path, self.format, &new, self.data_file.as_ref(), self.takes, self.options.no_lock).await?;
         drop(base);

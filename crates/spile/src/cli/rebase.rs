@@ -13,9 +13,10 @@ use spile_image::{Format, Graph, OpenOptions, open_layer};
 use spile_life::rebase::{Difference, check, compare, copy_differing, name_parent, over, refuse_other};
 use spile_server::checkpoints::{self, Checkpoints};
 use spile_server::family;
+use spile_server::far_children;
 use spile_server::host::Host;
 use spile_server::jobs::Access;
-use spile_server::parents::{check_place, new_parent, note_child};
+use spile_server::parents::{check_place, new_parent};
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 use utoipa::ToSchema;
 
@@ -192,7 +193,7 @@ impl Order {
             refuse_other(&leaf, parent).await.map_err(|error| error.hint(hint))?;
         }
         if self.way != Way::Check {
-            note_child(&layers[0].path, leaf.path())?;
+            far_children::note(&layers[0].path, leaf.path())?;
         }
         Ok(named)
     }
