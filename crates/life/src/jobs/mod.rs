@@ -364,10 +364,31 @@ impl Job {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod testing {
     use std::pin::Pin;
     use std::time::Duration;
 
+    use super::*;
+
+    /// A clock that moves with each sleep, and with nothing else.
+    #[derive(Default)]
+    pub(crate) struct Sleeps(AtomicU64);
+
+    impl Timer for Sleeps {
+        fn sleep(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
+            self.0.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
+            Box::pin(async {})
+        }
+
+        fn now_ns(&self) -> u64 {
+            self.0.load(Ordering::Relaxed)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::testing::Sleeps;
     use super::*;
 
     #[test]
@@ -386,25 +407,11 @@ mod tests {
         assert_eq!((job.state(), job.report().limit_bytes_per_s), (State::Cancelled, Some(7)));
     }
 
-    /// A clock that moves with each sleep, and with nothing else.
-    struct Sleeps(AtomicU64);
-
-    impl Timer for Sleeps {
-        fn sleep(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
-            self.0.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
-            Box::pin(async {})
-        }
-
-        fn now_ns(&self) -> u64 {
-            self.0.load(Ordering::Relaxed)
-        }
-    }
-
     #[test]
     fn what_is_passed_over_takes_nothing_of_a_jobs_rate() {
         let job = Job::new(Wishes { limit_bytes_per_s: Some(1 << 20), ..Wishes::default() });
         let slept = |copied_bytes: u64| {
-            let timer = Sleeps(AtomicU64::new(0));
+            let timer = Sleeps::default();
             let piece = job.piece(&timer, || 0, async { Ok(copied_bytes) });
             futures_util::FutureExt::now_or_never(piece).expect("nothing waits").unwrap();
             timer.now_ns()
