@@ -12,6 +12,8 @@ pub struct Config {
     pub name: String,
     /// The back end's path in xenstore.
     pub backend_path: String,
+    /// The image that was opened, as the toolstack has named it there (`params`).
+    pub params: String,
     /// How the guest's pages are reached.
     pub access: Access,
     /// The most rings that a guest may use, 1 to 64.

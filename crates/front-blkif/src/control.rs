@@ -65,6 +65,8 @@ pub struct Control<D, G, E> {
     pub counters: Arc<DiskCounters>,
     pub trace: Option<Arc<Trace>>,
     pub frontend: String,
+    /// The toolstack's `mode`, as it was when the device began.
+    pub mode: Option<String>,
     pub rings: Vec<Running>,
     pub orders: mpsc::Receiver<Order>,
     pub doorbell: Arc<OwnedFd>,
@@ -148,8 +150,14 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             let what = format!("{} is not a path of domain {}", self.frontend, self.domain);
             return Err(Error::new(ErrorKind::InvalidInput, what));
         }
-        let mode = self.read_key("mode")?;
-        self.offer.read_only |= !mode.is_some_and(|mode| mode.contains('w'));
+        self.mode = self.read_key("mode")?;
+        self.offer.read_only |= !self.mode.as_ref().is_some_and(|mode| mode.contains('w'));
+        if self.is_another()? {
+            return Err(Error::new(
+                ErrorKind::Busy,
+                format!("another image was attached as {}", self.config.backend_path),
+            ));
+        }
         self.store.watch(&format!("{}/state", self.frontend), "front")?;
         self.store.watch(&self.config.backend_path.clone(), "back")?;
         if !self.rings.is_empty() {
@@ -264,6 +272,11 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             return Ok(Some(End::Paused));
         }
         let (own, front, is_wanted) = (self.own_state()?, self.front_state()?, online != "0");
+        // Only the toolstack writes this state. It may have removed the device and made another one while we waited for the image.
+        if own == Some(State::Initialising) && self.is_another()? {
+            self.disconnect();
+            return Ok(Some(End::Closed));
+        }
         match front {
             // The guest goes on using the disk until it is closed: with a mounted file system that may take long.
             Some(State::Closing) => drop(self.set_state(own, State::Closing)?),
@@ -293,6 +306,13 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             _ => {}
         }
         Ok(None)
+    }
+
+    /// True when the toolstack has made another device at this path: what we have opened is not what the guest is to get.
+    fn is_another(&mut self) -> Result<bool> {
+        let now = [self.read_key("params")?, self.read_key("mode")?, self.read_key("frontend")?];
+        let begun = [Some(&self.config.params), self.mode.as_ref(), Some(&self.frontend)];
+        Ok(now.iter().map(Option::as_ref).ne(begun))
     }
 
     /// True when the toolstack asks for a pause and may have it. After a failed flush it may not: the data that the

@@ -95,6 +95,7 @@ impl Device {
             counters: counters.clone(),
             trace,
             frontend: String::new(),
+            mode: None,
             rings: Vec::new(),
             orders,
             doorbell: doorbell.clone(),

@@ -7,6 +7,7 @@ use spile_core::{Disk, Error, ErrorKind, Extent, Io, Result, SECTOR_BYTES};
 use spile_front::{FailedRequest, LogLimit, Reason, WireStatus, log_failure};
 use spile_xen::blkif::status;
 
+use crate::queue::Link;
 use crate::request::{Command, Refusal, Request};
 
 /// How a request ended.
@@ -17,7 +18,8 @@ pub enum Outcome {
     /// The request is a flush that failed, and is not answered. A Linux guest takes an error for the answer of a disk
     /// that cannot flush, and never flushes again. A guest that gets no answer waits, and loses nothing.
     Held,
-    /// The disk has left the request undone, because the server ends. It is not answered: the next process does it.
+    /// The request is undone, because the server ends or the guest has gone. It is not answered: the next process does it, unless the guest has
+    /// gone.
     Left,
 }
 
@@ -55,11 +57,14 @@ enum Work<'a> {
 }
 
 impl<D: Disk> Target<D> {
-    /// Does what the request asks for, and returns how it ended.
-    pub async fn execute(&self, request: &Request) -> Outcome {
+    /// Does what the request asks for, unless the guest of `link` has gone, and returns how it ended.
+    pub async fn execute(&self, request: &Request, link: &Link) -> Outcome {
+        if link.is_forsaken() {
+            return Outcome::Left;
+        }
         let failure = match self.work(request) {
-            Ok(Work::Io(io)) => self.disk.execute(io).await.err().map(Failure::Disk),
-            Ok(Work::Flush { then_write }) => self.flush(request, then_write).await.err(),
+            Ok(Work::Io(io)) => self.disk.execute_for(io, link.forsaken()).await.err().map(Failure::Disk),
+            Ok(Work::Flush { then_write }) => self.flush(request, then_write, link).await.err(),
             Err(refusal) => Some(Failure::Refused(refusal)),
         };
         match failure {
@@ -83,12 +88,12 @@ impl<D: Disk> Target<D> {
         })
     }
 
-    async fn flush(&self, request: &Request, then_write: Option<Extent>) -> Result<(), Failure> {
+    async fn flush(&self, request: &Request, then_write: Option<Extent>, link: &Link) -> Result<(), Failure> {
         if self.has_failed_flush.load(Ordering::Acquire) {
             let what = "an earlier flush has failed, and the data that it was to make durable may be lost";
             return Err(Failure::Flush(Error::new(ErrorKind::Io, what)));
         }
-        if let Err(error) = self.disk.flush().await {
+        if let Err(error) = self.disk.execute_for(Io::flush(), link.forsaken()).await {
             if error.kind() != ErrorKind::Shutdown {
                 self.has_failed_flush.store(true, Ordering::Release);
             }
@@ -96,7 +101,8 @@ impl<D: Disk> Target<D> {
         }
         let Some(extent) = then_write else { return Ok(()) };
         let is_durable = request.command == Command::Barrier;
-        let written = self.disk.write(extent, &request.data, is_durable).await;
+        let write = Io::write(extent, &request.data, is_durable);
+        let written = self.disk.execute_for(write, link.forsaken()).await;
         // The failure may be that of the barrier's sync, and not of its write.
         let is_flush = self.has_failed_flush.load(Ordering::Acquire);
         written.map_err(|error| if is_flush { Failure::Flush(error) } else { Failure::Disk(error) })

@@ -9,9 +9,11 @@
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
+use std::future::poll_fn;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Poll, Waker};
 
 use spile_core::metrics::span::{Moment, Spans, stamp};
 use spile_core::metrics::{now_ns, runs};
@@ -45,6 +47,9 @@ const PUBLISH: usize = 16;
 pub struct Link {
     waker: Arc<QueueWaker>,
     stop: AtomicBool,
+    is_forsaken: AtomicBool,
+    /// Requests that are held back, and end when the guest has gone.
+    waiting: Mutex<Vec<Waker>>,
 }
 
 impl Link {
@@ -52,6 +57,39 @@ impl Link {
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Release);
         self.waker.wake();
+    }
+
+    /// The guest has gone: no request that was taken begins any more, and those that are held back end. They get no answer. What the disk is doing
+    /// is not cancelled.
+    pub fn forsake(&self) {
+        self.is_forsaken.store(true, Ordering::SeqCst);
+        let waiting = std::mem::take(&mut *self.waiting());
+        waiting.into_iter().for_each(Waker::wake);
+        self.stop();
+    }
+
+    /// True when the guest has gone.
+    pub(crate) fn is_forsaken(&self) -> bool {
+        self.is_forsaken.load(Ordering::SeqCst)
+    }
+
+    /// Comes when the guest has gone.
+    pub(crate) async fn forsaken(&self) {
+        poll_fn(|context| {
+            let mut waiting = self.waiting();
+            if self.is_forsaken() {
+                return Poll::Ready(());
+            }
+            if !waiting.iter().any(|waker| waker.will_wake(context.waker())) {
+                waiting.push(context.waker().clone());
+            }
+            Poll::Pending
+        })
+        .await
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Vec<Waker>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -109,7 +147,7 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Over {
     let ring = Rc::new(ring);
     let room = ring.max_in_flight() as usize;
     let done = Rc::new(RefCell::new(Vec::with_capacity(room)));
-    let make = |inbox: Rc<Inbox<Box<Request>>>| answer_all(inbox, done.clone(), target.clone());
+    let make = |inbox: Rc<Inbox<Box<Request>>>| answer_all(inbox, done.clone(), target.clone(), link.clone());
     let mut slots = Slots::new(link.waker.clone(), make);
     let mut queue = RingTask {
         ring: ring.clone(),
@@ -118,7 +156,7 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Over {
         limits,
         budget_bytes: BUDGET_BYTES / share,
         call,
-        link,
+        link: link.clone(),
         spans: spans_of(&counters, trace),
         answered_ns: 0,
         counters,
@@ -132,6 +170,7 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Over {
         in_flight: 0,
         in_flight_bytes: 0,
         has_barrier: false,
+        has_undone: false,
         // The process before us may have been killed before it notified the guest.
         must_notify: true,
         broken: None,
@@ -148,12 +187,12 @@ pub async fn run<D: Disk, G: Grants>(setup: Setup<D, G>) -> Over {
 type Done = Rc<RefCell<Vec<(Box<Request>, Outcome)>>>;
 
 /// The future of one slot: executes one request after the other.
-async fn answer_all<D: Disk>(inbox: Rc<Inbox<Box<Request>>>, done: Done, target: Arc<Target<D>>) {
+async fn answer_all<D: Disk>(inbox: Rc<Inbox<Box<Request>>>, done: Done, target: Arc<Target<D>>, link: Arc<Link>) {
     loop {
         let request = inbox.next().await;
         inbox.stamps_go_to(request.span);
         stamp(Moment::DiskBegan);
-        let outcome = target.execute(&request).await;
+        let outcome = target.execute(&request, &link).await;
         stamp(Moment::DiskEnded);
         done.borrow_mut().push((request, outcome));
         inbox.answered();
@@ -204,6 +243,8 @@ struct RingTask<G> {
     in_flight_bytes: usize,
     /// True when a barrier is in flight. It is the only request then.
     has_barrier: bool,
+    /// True when a request was not answered. The next process does it, so no barrier may overtake it.
+    has_undone: bool,
     must_notify: bool,
     broken: Option<Broken>,
     spans: Spans,
@@ -269,7 +310,7 @@ impl<G: Grants> RingTask<G> {
             let Some(next) = self.waiting.front() else { break };
             let (is_barrier, len) = (next.command == Command::Barrier, next.len_bytes as usize);
             let is_full = self.in_flight_bytes + len > self.budget_bytes;
-            if self.in_flight > 0 && (is_barrier || is_full) {
+            if (self.in_flight > 0 && (is_barrier || is_full)) || (is_barrier && self.has_undone) {
                 break;
             }
             self.in_flight += 1;
@@ -292,6 +333,7 @@ impl<G: Grants> RingTask<G> {
             // After a barrier that is not answered, nothing may begin.
             let is_answered = matches!(outcome, Outcome::Answer(_));
             self.has_barrier &= !is_answered && request.command == Command::Barrier;
+            self.has_undone |= !is_answered;
             let Outcome::Answer(status) = outcome else {
                 if outcome == Outcome::Held {
                     self.journal.flush_failed();
@@ -379,12 +421,19 @@ impl<G: Grants> GuestRing for RingTask<G> {
     }
 
     fn takes_new(&self) -> bool {
-        self.broken.is_none() && !self.link.stop.load(Ordering::Acquire)
+        self.broken.is_none() && !self.is_to_stop()
     }
 
-    /// Requests that were taken are done even when the ring is to stop, unless they wait for a barrier that failed.
+    fn is_to_stop(&self) -> bool {
+        self.link.stop.load(Ordering::Acquire)
+    }
+
+    /// Requests that were taken are done even when the ring is to stop, unless they wait for a barrier that failed or may not begin.
     fn may_pop(&self) -> bool {
-        let is_stuck = self.has_barrier && self.in_flight == 0;
+        let is_barrier = |next: &Request| next.command == Command::Barrier;
+        let waits_for_barrier =
+            self.has_barrier || (self.has_undone && self.waiting.front().is_some_and(|next| is_barrier(next)));
+        let is_stuck = waits_for_barrier && self.in_flight == 0;
         self.takes_new() || !self.ready.is_empty() || (!self.waiting.is_empty() && !is_stuck)
     }
 

@@ -27,7 +27,7 @@ pub trait SharedPages {
     fn store(&self, at: usize, value: u32, order: Ordering);
     /// A full memory fence: other processors see the writes before it before the reads after it are done.
     fn fence(&self);
-    /// Copies bytes from the offset `at`.
+    /// Copies bytes from the offset `at`, and looks at each once: the guest may change them meanwhile.
     fn read(&self, at: usize, into: &mut [u8]);
     /// Copies bytes to the offset `at`.
     fn write(&self, at: usize, from: &[u8]);
@@ -47,7 +47,14 @@ impl SharedPages for Segment {
     }
 
     fn read(&self, at: usize, into: &mut [u8]) {
-        self.copy_to_slice(at, into);
+        let (words, rest) = into.as_chunks_mut::<8>();
+        let tail = at + 8 * words.len();
+        for (number, word) in words.iter_mut().enumerate() {
+            *word = self.read_array(at + 8 * number);
+        }
+        for (number, byte) in rest.iter_mut().enumerate() {
+            [*byte] = self.read_array(tail + number);
+        }
     }
 
     fn write(&self, at: usize, from: &[u8]) {

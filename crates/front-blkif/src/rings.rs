@@ -45,6 +45,14 @@ struct Terms {
     limits: Limits,
 }
 
+/// A ring as another process has left it.
+struct LeftRing {
+    ring: Ring,
+    journal: Journal,
+    /// Requests that were taken and not answered, oldest first.
+    again: Vec<(u16, Slot)>,
+}
+
 impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
     /// Starts the rings that the front end has named, from their beginning.
     ///
@@ -74,14 +82,17 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         // What the other process has agreed on with the guest holds, whatever we would offer now.
         let keeps_pages = self.read_key("feature-persistent")?.as_deref() == Some("1");
         let wish = read_wish(&mut self.store, &self.frontend, &Offer::WIDEST);
-        let resumed = wish.and_then(|wish| self.resume_rings(&wish, keeps_pages));
-        let Err(error) = resumed else {
-            self.write_keys(seen, &[("kthread-pid", std::process::id().to_string())], None)?;
-            // The disk may have grown while nobody served it, or just before the other process was killed.
-            return self.publish_size();
+        let left = wish.and_then(|wish| Ok((self.read_left(&wish, keeps_pages)?, wish)));
+        let error = match left {
+            Ok(((terms, rings), wish)) => {
+                // All rings are started or none, so that the next process can try again.
+                self.start_again(&wish, &terms, rings).inspect_err(|_| _ = self.stop_rings())?;
+                self.write_keys(seen, &[("kthread-pid", std::process::id().to_string())], None)?;
+                // The disk may have grown while nobody served it, or just before the other process was killed.
+                return self.publish_size();
+            }
+            Err(error) => error,
         };
-        // All rings are started or none, so that the next process can try again.
-        self.stop_rings();
         if !is_verdict(&error) {
             return Err(error);
         }
@@ -93,10 +104,12 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         self.set_state(seen, State::Closing).map(drop)
     }
 
-    fn resume_rings(&mut self, wish: &Wish, keeps_pages: bool) -> Result<()> {
+    /// Reads what the other process has left in each ring, and whether a flush has failed in any of them: no ring starts before that is known of all.
+    fn read_left(&mut self, wish: &Wish, keeps_pages: bool) -> Result<(Terms, Vec<LeftRing>)> {
         let terms = self.terms(wish, Offer::WIDEST.max_indirect, keeps_pages)?;
         let slots: Vec<_> = wish.rings.iter().map(RingWish::max_in_flight).collect();
         let journals = self.keeping.resume(wish, &slots)?;
+        let mut rings = Vec::new();
         for (ring_wish, journal) in wish.rings.iter().zip(journals) {
             let memory = self.map(ring_wish)?;
             let (journal, left) = Journal::resume(journal, ring_wish.max_in_flight(), memory.rsp_prod())
@@ -105,7 +118,14 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
                 self.target.has_failed_flush.store(true, Ordering::Release);
             }
             let ring = memory.ring(wish, ring_wish, left.req_cons, left.rsp_prod);
-            self.start_ring(ring_wish, wish, &terms, ring, journal, left.again)?;
+            rings.push(LeftRing { ring, journal, again: left.again });
+        }
+        Ok((terms, rings))
+    }
+
+    fn start_again(&mut self, wish: &Wish, terms: &Terms, rings: Vec<LeftRing>) -> Result<()> {
+        for (ring_wish, LeftRing { ring, journal, again }) in wish.rings.iter().zip(rings) {
+            self.start_ring(ring_wish, wish, terms, ring, journal, again)?;
         }
         Ok(())
     }
@@ -182,16 +202,18 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
         ended.fold(false, |any, has_more| any | has_more)
     }
 
-    /// Ends the connection: stops its rings and removes the files that are kept for the next process.
+    /// Ends the connection, as the guest has gone: stops its rings and removes the files that are kept for the next process. Requests that the disk
+    /// holds back get no answer.
     pub fn disconnect(&mut self) {
+        self.rings.iter().for_each(|running| running.link.forsake());
         self.stop_rings();
         self.keeping.forget();
     }
 }
 
-/// True when the next process would get the same error, because the cause is what the guest has written or what was
+/// True when the next process would get the same error as it reads what was left, because the cause is what the guest has written or what was
 /// kept. An error of the system may have gone by then: gntdev returns EINVAL for every failure, also for too many
-/// mappings, and a channel stays busy until the kernel has closed it for the process that was killed.
+/// mappings.
 fn is_verdict(error: &Error) -> bool {
     match error.kind() {
         ErrorKind::Corrupt | ErrorKind::NotFound | ErrorKind::Denied => true,

@@ -125,6 +125,7 @@ fn config_for(vbd: &Vbd, access: Access, dir: &std::path::Path) -> Config {
     Config {
         name: "null".into(),
         backend_path: vbd.backend_path(),
+        params: vbd.params.clone(),
         access,
         max_queues: 1,
         max_order: 0,

@@ -4,8 +4,8 @@
 //! beyond that is taken from the budget of its worker ([`spile_core::budget`]). A connection waits with one request at a time, so each gets
 //! its turn.
 //!
-//! A client that takes none of its replies keeps what it holds. While others wait in line, one that has taken nothing for two
-//! looks, [`LOOK`] apart, is hung up on: the one that holds most.
+//! A client that takes none of its replies, or sends no more of a write's payload, keeps what it holds. While others wait in line, one that
+//! has taken or sent nothing for two looks, [`LOOK`] apart, is hung up on: the one that holds most.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -41,14 +41,40 @@ pub(crate) struct Holder {
     holders: Rc<Holders>,
     share: Rc<Share>,
     held_bytes: Cell<u64>,
-    /// True while replies are being sent, and how many sends there were.
-    is_sending: Cell<bool>,
-    sends: Cell<u64>,
-    /// The number of sends at a look, and when that was.
-    seen: Cell<(u64, u64)>,
+    /// Replies on their way to the client.
+    sends: Way,
+    /// A payload on its way from the client.
+    receives: Way,
     presence: Arc<Presence>,
     /// Wakes the request that waits, if there is one.
     waits: RefCell<Option<Waker>>,
+}
+
+/// How data move one way between the client and us.
+#[derive(Default)]
+struct Way {
+    /// True while some are awaited, and how many steps there were.
+    is_busy: Cell<bool>,
+    steps: Cell<u64>,
+    /// The number of steps at a look, and when that was.
+    seen: Cell<(u64, u64)>,
+}
+
+impl Way {
+    fn step(&self, is_busy: bool) {
+        self.is_busy.set(is_busy);
+        self.steps.set(self.steps.get() + 1);
+    }
+
+    /// True when nothing has moved since a look that was [`LOOK`] ago, although something was to.
+    fn is_stuck(&self, now_ns: u64) -> bool {
+        let (steps, since_ns) = self.seen.get();
+        if !self.is_busy.get() || steps != self.steps.get() {
+            self.seen.set((self.steps.get(), now_ns));
+            return false;
+        }
+        now_ns.saturating_sub(since_ns) >= LOOK.as_nanos() as u64
+    }
 }
 
 impl Holders {
@@ -62,9 +88,8 @@ impl Holders {
             holders: self.clone(),
             share: self.budget.share_of(disk),
             held_bytes: Cell::new(0),
-            is_sending: Cell::new(false),
-            sends: Cell::new(0),
-            seen: Cell::new((0, 0)),
+            sends: Way::default(),
+            receives: Way::default(),
             presence,
             waits: RefCell::default(),
         });
@@ -74,7 +99,7 @@ impl Holders {
         holder
     }
 
-    /// Has the connection hung up on that holds most of those whose clients have taken nothing since the look before. With `only` it
+    /// Has the connection hung up on that holds most of those whose clients have taken or sent nothing since the look before. With `only` it
     /// is a connection with this share.
     fn look(&self, only: Option<&Rc<Share>>, now_ns: u64) {
         let all = self.all.borrow();
@@ -84,7 +109,7 @@ impl Holders {
         if let Some(holder) = stuck.filter(|holder| holder.held_bytes.get() > ALLOWANCE_BYTES) {
             tracing::warn!(
                 held_bytes = holder.held_bytes.get(),
-                "NBD: a client takes no replies while others wait for the memory that these hold: it is hung up on"
+                "NBD: a client takes no replies, or sends no more of a payload, while others wait for the memory that these hold: it is hung up on"
             );
             holder.presence.cut();
         }
@@ -174,18 +199,18 @@ impl Holder {
 
     /// Notes that replies are being sent, or were sent.
     pub(crate) fn sends(&self, is_sending: bool) {
-        self.is_sending.set(is_sending);
-        self.sends.set(self.sends.get() + 1);
+        self.sends.step(is_sending);
     }
 
-    /// True when the client has taken nothing since a look that was [`LOOK`] ago.
+    /// Notes that more of a payload is awaited, or that it has come.
+    pub(crate) fn receives(&self, is_receiving: bool) {
+        self.receives.step(is_receiving);
+    }
+
+    /// True when the client has taken or sent nothing that was to be taken or sent since a look that was [`LOOK`] ago.
     fn is_stuck(&self, now_ns: u64) -> bool {
-        let (sends, since_ns) = self.seen.get();
-        if !self.is_sending.get() || sends != self.sends.get() {
-            self.seen.set((self.sends.get(), now_ns));
-            return false;
-        }
-        now_ns.saturating_sub(since_ns) >= LOOK.as_nanos() as u64
+        // Both look.
+        self.sends.is_stuck(now_ns) | self.receives.is_stuck(now_ns)
     }
 }
 
@@ -247,19 +272,24 @@ mod tests {
     }
 
     #[test]
-    fn a_client_is_stuck_when_one_send_lasts_over_two_looks() {
+    fn a_client_is_stuck_when_one_send_or_payload_lasts_over_two_looks() {
+        is_stuck_while(Holder::sends);
+        is_stuck_while(Holder::receives);
+    }
+
+    fn is_stuck_while(moves: impl Fn(&Holder, bool)) {
         let holders = Rc::new(Holders::new(10));
         let (stuck, busy) = (holder(&holders), holder(&holders));
         [&stuck, &busy].into_iter().for_each(|holder| {
             assert!(holder.try_take(ALLOWANCE_BYTES + 5));
-            holder.sends(true);
+            moves(holder, true);
         });
         let look_ns = LOOK.as_nanos() as u64;
         holders.look(None, look_ns);
         holders.look(None, 2 * look_ns - 1);
         assert!(!stuck.presence.is_cut(), "the looks were too close");
-        busy.sends(false);
-        busy.sends(true);
+        moves(&busy, false);
+        moves(&busy, true);
         holders.look(Some(&busy.share), 2 * look_ns);
         assert!(!stuck.presence.is_cut(), "a connection of another disk");
         holders.look(None, 2 * look_ns);

@@ -33,6 +33,9 @@ use crate::wire::reply::cut;
 /// No more of a name that was refused is shown.
 const MOST_SHOWN_BYTES: usize = 300;
 
+/// So many bytes of the input are looked at in any case: data that are skipped go faster. Not all that have come, because a client may send many short options.
+const LEAST_LOOK_BYTES: usize = 4 << 10;
+
 /// How far a connection has come. Its watcher reads this.
 #[derive(Default)]
 struct Life {
@@ -136,6 +139,7 @@ async fn negotiate<D: Disk>(
     loop {
         send_all(transport, &mut out).await?;
         let needed = negotiator.bytes_needed(&inbound.peek(OPTION_HEADER_BYTES));
+        let most = needed.max(LEAST_LOOK_BYTES);
         if inbound.len() < needed {
             if !inbound.fill(transport).await? {
                 return Ok(None);
@@ -143,7 +147,7 @@ async fn negotiate<D: Disk>(
             continue;
         }
         if let (Some(finder), None) = (&server.finder, &found)
-            && let Some((export, queries)) = negotiator.asks_for(&inbound.peek(usize::MAX))
+            && let Some((export, queries)) = negotiator.asks_for(&inbound.peek(most))
         {
             let wanted = Wanted { export, queries, peer: Peer::of(transport.socket().as_fd()) };
             let name = wanted.export.clone();
@@ -161,13 +165,14 @@ async fn negotiate<D: Disk>(
                 }
             }
         }
-        let Some(step) = negotiator.step(&inbound.peek(usize::MAX), &mut out) else { continue };
+        let Some(step) = negotiator.step(&inbound.peek(most), &mut out) else { continue };
         inbound.consume(step.consumed);
         match step.next {
             Next::Continue => {}
             Next::StartTls => {
                 start_tls(server, transport, inbound, &mut out).await?;
-                negotiator.tls_started();
+                negotiator.tls_started(server.offers_now());
+                found = None;
             }
             Next::Transmit(session) => {
                 send_all(transport, &mut out).await?;

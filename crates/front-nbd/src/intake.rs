@@ -155,10 +155,12 @@ async fn receive_payload<D: Disk>(
         let mut done = inbound.move_to(segment);
         while done < segment.len() {
             *waited = true;
+            session.holder.receives(true);
             done += receive_part(session, inbound, &segment.slice(done..segment.len())).await?;
             session.presence.heard(now_ns());
         }
     }
+    session.holder.receives(false);
     Ok(())
 }
 

@@ -185,11 +185,14 @@ impl Negotiator {
         }
     }
 
-    /// TLS has started: all that was agreed on before is void (`OPT_STARTTLS`).
-    pub fn tls_started(&mut self) {
+    /// TLS has started: all that was agreed on before is void (`OPT_STARTTLS`), also which export was found. There are these now.
+    pub fn tls_started(&mut self, offers: Arc<[Offer]>) {
+        self.offers = offers;
         self.tls_active = true;
         self.structured = false;
         self.selected = None;
+        self.names_link = false;
+        self.refused = None;
     }
 
     /// Handles the next message in `input` and appends the answer to `out`. `None` when it is not complete yet.
@@ -507,7 +510,7 @@ pub fn fuzz_handshake(data: &[u8]) {
             rest = &rest[step.consumed..];
             match step.next {
                 Next::Continue => {}
-                Next::StartTls => negotiator.tls_started(),
+                Next::StartTls => negotiator.tls_started(negotiator.offers.clone()),
                 Next::Transmit(_) | Next::HangUp => break,
             }
         }

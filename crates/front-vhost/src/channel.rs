@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
@@ -43,6 +43,16 @@ pub struct Received {
     pub fds: Fds,
 }
 
+/// What a wait has come to.
+pub enum Wait {
+    /// A message begins.
+    Message,
+    /// The server ends.
+    Stop,
+    /// Nothing has come.
+    TimedOut,
+}
+
 impl Channel {
     /// Takes over a connected stream socket.
     ///
@@ -64,17 +74,18 @@ impl Channel {
         self.socket.as_fd()
     }
 
-    /// Waits until a message begins (true) or `stop` is readable (false). There is no time-out: a front end may be
-    /// silent for years.
+    /// Waits until a message begins or `stop` is readable, for `patience` if it is given: a front end may be silent for years.
     ///
     /// # Errors
     /// When the system cannot wait.
-    pub fn wait(&self, stop: BorrowedFd<'_>) -> Result<bool> {
+    pub fn wait(&self, stop: BorrowedFd<'_>, patience: Option<Duration>) -> Result<Wait> {
+        let patience = patience.map(|time| Timespec::try_from(time).expect("it is short"));
         loop {
             let mut fds = [PollFd::new(&self.socket, PollFlags::IN), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
-            match poll(&mut fds, None) {
-                Ok(_) if !fds[1].revents().is_empty() => return Ok(false),
-                Ok(_) if !fds[0].revents().is_empty() => return Ok(true),
+            match poll(&mut fds, patience.as_ref()) {
+                Ok(_) if !fds[1].revents().is_empty() => return Ok(Wait::Stop),
+                Ok(_) if !fds[0].revents().is_empty() => return Ok(Wait::Message),
+                Ok(_) if patience.is_some() => return Ok(Wait::TimedOut),
                 Ok(_) | Err(Errno::INTR) => (),
                 Err(errno) => return Err(Error::io("wait for a vhost-user message", errno.into())),
             }

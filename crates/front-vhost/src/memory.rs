@@ -17,8 +17,10 @@ pub const MAX_GUEST_BYTES: u64 = 4 << 40;
 /// The most regions a guest's memory may have: QEMU's own limit is 509.
 pub const MAX_SLOTS: u64 = 512;
 
-/// File systems on which another program decides how long an access to mapped memory takes.
-const FUSE_MAGIC: i64 = 0x6573_5546;
+/// The file systems whose files are mapped (linux/magic.h): memory (tmpfs, ramfs, hugetlbfs) and local ones, ext2 to ext4, XFS, Btrfs, F2FS and
+/// ZFS. On others, FUSE and what lies above it above all, another program or host decides how long an access to mapped memory takes, and a worker would wait for it.
+const MAPPED: [i64; 8] =
+    [0x0102_1994, 0x8584_58f6, 0x9584_58f6, 0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0x2fc1_2fc1];
 
 /// Maps a part of a file that the front end shares.
 ///
@@ -30,8 +32,10 @@ pub fn map_file(what: &str, file: &OwnedFd, offset_bytes: u64, len_bytes: u64) -
     };
     let kind = FileType::from_raw_mode(fstat(file).map_err(|errno| failed(errno.into()))?.st_mode);
     let system = fstatfs(file).map_err(|errno| failed(errno.into()))?.f_type;
-    if kind != FileType::RegularFile || system as i64 == FUSE_MAGIC {
-        let problem = format!("the file for {what} is neither memory (memfd, hugetlbfs, tmpfs) nor a plain file");
+    if kind != FileType::RegularFile || !MAPPED.contains(&system) {
+        let problem = format!(
+            "the file for {what} is neither memory (memfd, hugetlbfs, tmpfs) nor a plain file on a local file system"
+        );
         return Err(Error::new(ErrorKind::InvalidInput, problem));
     }
     let len = usize::try_from(len_bytes).map_err(|_| failed(std::io::ErrorKind::InvalidInput.into()))?;

@@ -98,8 +98,10 @@ pub(crate) struct Setup<D> {
 pub(crate) struct Ended {
     /// The index of the next element of the available ring.
     pub(crate) next_avail: u16,
-    /// Chains that were popped and not answered, oldest first, when there is no in-flight region that notes them.
+    /// Chains that were popped and not answered when there is no in-flight region that notes them.
     pub(crate) left: Vec<u16>,
+    /// The number of all chains that were popped and not answered.
+    pub(crate) undone: usize,
     /// Why the queue cannot go on, if it cannot.
     pub(crate) broken: Option<Broken>,
     /// True when memory that the front end shares was lost.
@@ -130,6 +132,7 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
         begun: Vec::new(),
         answered: Vec::new(),
         left: Vec::new(),
+        undone: 0,
         broken: None,
     };
     let side = Rc::new(RefCell::new(side));
@@ -141,7 +144,7 @@ pub(crate) async fn run<D: Disk>(setup: Setup<D>) -> Ended {
     side.borrow().counters.ring_stopped();
     let mut side = side.borrow_mut();
     let left = std::mem::take(&mut side.left);
-    Ended { next_avail: ring.next_avail(), left, broken: side.broken, is_lost: side.is_lost() }
+    Ended { next_avail: ring.next_avail(), left, undone: side.undone, broken: side.broken, is_lost: side.is_lost() }
 }
 
 /// The future of one slot: answers one chain after the other.
@@ -195,6 +198,8 @@ struct DriverSide {
     answered: Vec<(Answered, u64)>,
     /// As of [`Ended::left`].
     left: Vec<u16>,
+    /// As of [`Ended::undone`].
+    undone: usize,
     broken: Option<Broken>,
 }
 
@@ -256,6 +261,7 @@ impl DriverSide {
     /// Leaves a chain to the next server, which finds it in the in-flight region, or gets its number with the queue.
     fn leave(&mut self, request: &Request) {
         request.span.into_iter().for_each(|span| self.spans.leave(span));
+        self.undone += 1;
         if self.inflight.is_none() {
             self.left.push(request.head);
         }
@@ -345,7 +351,11 @@ impl GuestRing for QueueTask {
     }
 
     fn takes_new(&self) -> bool {
-        self.side.borrow().broken.is_none() && !self.link.stop.load(Ordering::Acquire)
+        self.side.borrow().broken.is_none() && !self.is_to_stop()
+    }
+
+    fn is_to_stop(&self) -> bool {
+        self.link.stop.load(Ordering::Acquire)
     }
 
     /// Chains that another server has left are done even when the queue is to stop: the next server goes on from our

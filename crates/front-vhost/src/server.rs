@@ -22,7 +22,7 @@ use spile_front::{
     is_ready, not_open,
 };
 
-use crate::channel::{Channel, Notices, Received};
+use crate::channel::{Channel, Notices, Received, Wait};
 use crate::execute::{FRONT, ID_BYTES, Target};
 use crate::gate::Gate;
 use crate::handover::Handover;
@@ -449,7 +449,9 @@ fn place_for<D: Disk>(shared: &Arc<ServerState<D>>, fd: &OwnedFd) -> Option<Plac
         return None;
     };
     let disk = &shared.config.name;
-    tracing::warn!(%disk, "vhost-user: all places are taken, and one is taken from a front end that has shared no memory");
+    if shared.may_complain() {
+        tracing::warn!(%disk, "vhost-user: all places are taken, and one is taken from a front end that has shared no memory");
+    }
     let _ = shutdown(connections.open[&id].connection.channel.as_fd(), Shutdown::Both);
     Some(shared.places.enter_anyway())
 }
@@ -491,6 +493,9 @@ fn start<D: Disk>(shared: &Arc<ServerState<D>>, channel: Channel, session: Sessi
     }
 }
 
+/// How long the queues of a guest whose memory was removed wait for other memory in its place.
+const MEMORY_PATIENCE: Duration = Duration::from_millis(50);
+
 /// The stack of a connection's thread. Messages are short and need few nested calls.
 const STACK_BYTES: usize = 256 << 10;
 
@@ -528,7 +533,16 @@ fn shutdown_unless(is_kept: bool, channel: &Channel) -> rustix::io::Result<()> {
 
 /// Takes messages until the front end hangs up or the server stops.
 fn talk<D: Disk>(shared: &ServerState<D>, connection: &Connection<D>) -> Result<()> {
-    while connection.channel.wait(shared.stop.as_fd())? {
+    loop {
+        let patience = lock(&connection.session).waits_for_memory().then_some(MEMORY_PATIENCE);
+        match connection.channel.wait(shared.stop.as_fd(), patience)? {
+            Wait::Message => {}
+            Wait::Stop => return Ok(()),
+            Wait::TimedOut => {
+                lock(&connection.session).go_on_without()?;
+                continue;
+            }
+        }
         let Some(received) = connection.talk(PollFlags::IN, Channel::recv)? else { return Ok(()) };
         // The session is unlocked before the answer is sent, because a front end may take long to receive it.
         let answer = handle(&mut lock(&connection.session), received)?;
@@ -536,7 +550,6 @@ fn talk<D: Disk>(shared: &ServerState<D>, connection: &Connection<D>) -> Result<
             connection.talk(PollFlags::OUT, |channel| channel.send(&message, fd.as_ref().map(|fd| fd.as_fd())))?;
         }
     }
-    Ok(())
 }
 
 /// A message to be sent, and the descriptor that goes with it.

@@ -56,6 +56,8 @@ pub(crate) struct Session<D> {
     pub(crate) features: u64,
     pub(crate) protocol: u64,
     pub(crate) memory: Arc<GuestMemory>,
+    /// So many regions were removed and none has come in their place, while the front end may still be about to share one.
+    missing: usize,
     pub(crate) queues: Vec<Vring>,
     pub(crate) inflight: Option<InflightRegion>,
     pub(crate) log: Option<Log>,
@@ -76,6 +78,7 @@ impl<D: Disk> Session<D> {
             features: 0,
             protocol: 0,
             memory: Arc::default(),
+            missing: 0,
             queues,
             inflight: None,
             log: None,
@@ -131,10 +134,12 @@ impl<D: Disk> Session<D> {
             Message::AddMemReg(info) => {
                 let memory = self.memory.with(map(info, fds.pop())?)?;
                 self.replace_memory(memory);
+                self.missing = self.missing.saturating_sub(1);
             }
             Message::RemMemReg(info) => {
                 let memory = self.memory.without(&info)?;
                 self.replace_memory(memory);
+                self.missing += 1;
             }
             Message::SetConfig { offset, bytes } => self.set_config(offset, &bytes)?,
             Message::SetLogBase { len_bytes, file_offset_bytes } => {
@@ -269,6 +274,7 @@ impl<D: Disk> Session<D> {
             .into_iter()
             .try_fold(GuestMemory::default(), |memory, (info, fd)| memory.with(map(*info, Some(fd))?))?;
         self.replace_memory(memory);
+        self.missing = 0;
         Ok(())
     }
 
@@ -331,6 +337,7 @@ impl<D: Disk> Session<D> {
 
     fn reset(&mut self) {
         self.stop_queues();
+        self.missing = 0;
         for queue in &mut self.queues {
             queue.stop_to_change();
             queue.is_enabled = false;
@@ -349,8 +356,29 @@ impl<D: Disk> Session<D> {
         self.is_gone.store(is_gone && self.inflight.is_some(), Ordering::SeqCst);
     }
 
+    /// True when memory was removed, and the queues wait for what may come in its place: a front end that changes a region removes
+    /// it and then adds it again, while its guest runs on. A request in between would fail.
+    pub(crate) fn waits_for_memory(&self) -> bool {
+        self.missing > 0
+    }
+
+    /// The front end has been silent since it removed memory: nothing comes in its place.
+    ///
+    /// # Errors
+    /// As [`Self::start_queues`].
+    pub(crate) fn go_on_without(&mut self) -> Result<()> {
+        self.missing = 0;
+        self.start_queues()
+    }
+
     /// Starts each queue for which nothing is missing.
+    ///
+    /// # Errors
+    /// When one cannot be started. The others are started all the same.
     pub(crate) fn start_queues(&mut self) -> Result<()> {
+        if self.waits_for_memory() {
+            return Ok(());
+        }
         let context = Context {
             shared: self.shared.clone(),
             target: self.target.clone(),
@@ -360,7 +388,6 @@ impl<D: Disk> Session<D> {
             hang_up: self.hang_up.clone(),
             is_gone: self.is_gone.load(Ordering::SeqCst),
         };
-        // When one queue cannot be started, the others are started all the same.
         let queues = self.queues.iter_mut().enumerate();
         let results = queues.map(|(index, queue)| queue.start(index, &context, self.inflight.as_ref()));
         results.fold(Ok(()), Result::and)

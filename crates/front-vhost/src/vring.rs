@@ -43,9 +43,11 @@ pub(crate) struct Vring {
     pub(crate) addr: Option<VringAddr>,
     /// While the queue is stopped: the index of the available ring at which it goes on.
     pub(crate) base: u16,
-    /// While the queue is stopped: chains before `base` that are still to be done, oldest first. With an in-flight region there
+    /// While the queue is stopped: chains before `base` that are still to be done. With an in-flight region there
     /// are none here, because that notes them.
     pub(crate) left: Vec<u16>,
+    /// While the queue is stopped: the number of chains before `base` that were not answered, because the server ends.
+    undone: usize,
     pub(crate) is_enabled: bool,
     pub(crate) kick: Option<Arc<Event>>,
     pub(crate) err: Option<Arc<Event>>,
@@ -66,6 +68,7 @@ impl Vring {
             addr: None,
             base: 0,
             left: Vec::new(),
+            undone: 0,
             is_enabled: false,
             kick: None,
             err: None,
@@ -92,6 +95,7 @@ impl Vring {
     pub(crate) fn stop_to_change(&mut self) {
         self.stop();
         self.left.clear();
+        self.undone = 0;
         self.is_broken = self.has_panicked;
     }
 
@@ -103,6 +107,7 @@ impl Vring {
             Ok(ended) => {
                 self.base = ended.next_avail;
                 self.left = ended.left;
+                self.undone = ended.undone;
                 self.is_broken = ended.broken.is_some();
             }
             // The task has panicked, which the panic hook has reported. Nobody knows how far it came.
@@ -114,11 +119,15 @@ impl Vring {
     /// The index of the available ring at which the queue goes on.
     ///
     /// # Errors
-    /// When the queue's task has panicked, so that nobody knows what is in flight: the connection has to end.
+    /// When chains before it are still to be done, which an index cannot tell, or the queue's task has panicked, so that nobody knows
+    /// what is in flight: the connection has to end.
     pub(crate) fn base(&self) -> Result<u16> {
-        match self.has_panicked {
-            true => Err(Error::new(ErrorKind::Io, "a queue's task has panicked")),
-            false => Ok(self.base),
+        if self.has_panicked {
+            return Err(Error::new(ErrorKind::Io, "a queue's task has panicked"));
+        }
+        match self.undone {
+            0 => Ok(self.base),
+            undone => Err(Error::new(ErrorKind::Busy, format!("{undone} requests of a queue wait for another server"))),
         }
     }
 
@@ -173,6 +182,7 @@ impl Vring {
             ring = Ring::new(self.parts(&context.memory, &addr)?, has_event_idx, self.base);
             again = left;
         }
+        self.undone = 0;
         if inflight.is_none() {
             again = std::mem::take(&mut self.left);
         }

@@ -29,6 +29,9 @@ pub trait GuestRing {
     /// False once no new request is wanted: the ring is to stop, or is broken.
     fn takes_new(&self) -> bool;
 
+    /// True once the ring is told to stop: somebody waits for its end. Nobody does for that of a ring which is only broken.
+    fn is_to_stop(&self) -> bool;
+
     /// True while there may be something to pop: a new request, or an old one that another process has left.
     fn may_pop(&self) -> bool {
         self.takes_new()
@@ -99,8 +102,10 @@ pub async fn serve_ring<T, F, M>(
             if !ring.may_pop() && slots.busy() == 0 {
                 return Poll::Ready(());
             }
-            if !ring.takes_new() {
+            if ring.is_to_stop() {
                 hurry.begin();
+            }
+            if !ring.takes_new() {
                 return Poll::Pending;
             }
             // With every slot taken there is nothing to look for: an answer will wake us.

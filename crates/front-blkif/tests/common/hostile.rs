@@ -47,8 +47,8 @@ impl Neighbour {
         let guest = Arc::new(Guest::create(world.dir.path(), NEIGHBOUR, 8 << 20).unwrap());
         add_vbd(&mut world.store, &vbd).unwrap();
         let failed_syncs = FailedSyncs::new(world.dir.path(), &vbd.backend_path()).unwrap();
-        let (name, backend_path) = ("neighbour".into(), vbd.backend_path());
-        let config = Config { name, backend_path, failed_syncs, ..world.config.clone() };
+        let (name, backend_path, params) = ("neighbour".into(), vbd.backend_path(), vbd.params.clone());
+        let config = Config { name, backend_path, params, failed_syncs, ..world.config.clone() };
         let xenstored = world.host.xenstored();
         let open_store = move || XenStore::open(&xenstored);
         let hypervisor = Arc::new(Hypervisor::connect(world.dir.path()).unwrap());

@@ -58,6 +58,7 @@ impl Setup {
         let config = Config {
             name: "disk".into(),
             backend_path: self.vbd.backend_path(),
+            params: self.vbd.params.clone(),
             access: self.access,
             max_queues: self.max_queues,
             max_order: 4,

@@ -64,8 +64,8 @@ impl Doomed {
         add_vbd(store, &vbd).unwrap();
         std::io::Write::write_all(process.stdin.as_mut().unwrap(), b"!").unwrap();
         let failed_syncs = FailedSyncs::new(dir, &vbd.backend_path()).unwrap();
-        let (name, backend_path) = ("doomed".into(), vbd.backend_path());
-        let config = Config { name, backend_path, failed_syncs, ..street.world.config.clone() };
+        let (name, backend_path, params) = ("doomed".into(), vbd.backend_path(), vbd.params.clone());
+        let config = Config { name, backend_path, params, failed_syncs, ..street.world.config.clone() };
         let xenstored = street.world.host.xenstored();
         let open_store = move || XenStore::open(&xenstored);
         let hypervisor = Arc::new(Hypervisor::connect(dir).unwrap());
@@ -119,7 +119,8 @@ fn dies(test: &str, holds: bool, end: impl Fn(&mut Street, &mut Doomed)) {
             let ring = doomed.device.metrics().remove(0);
             let total = ring.requests.total();
             let (taken, ended) = (total.begun, total.ended);
-            assert!(ring.rings_at_work() == 0 && taken == ended && taken == ring.answered(), "{access:?} {ring:?}");
+            // Those that had not begun when the guest was seen to be gone get no answer.
+            assert!(ring.rings_at_work() == 0 && taken == ended && taken >= ring.answered(), "{access:?} {ring:?}");
             street.neighbour.assert_served();
         }
         street.rest();

@@ -5,6 +5,7 @@ use spile_lab::GuestQueue;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op};
 use spile_xen::blkif::status;
 
+use crate::common::disk::Did;
 use crate::common::{ACCESSES, Setup, next, pattern, wait_until, write};
 
 #[test]
@@ -78,6 +79,30 @@ fn what_the_disk_leaves_undone_is_done_by_a_successor() {
     slots.sort_unstable();
     assert_eq!(slots, [(0, status::OKAY), (1, status::OKAY), (2, status::OKAY)]);
     assert_eq!(held(&mut world), 0, "a flush that was left undone counts as failed");
+}
+
+/// A write that was left undone is done by the successor: a barrier that came after it waits for that.
+#[test]
+fn no_barrier_overtakes_what_was_left_undone() {
+    let mut world = Setup::new(spile_front_blkif::pages::Access::Copy).start();
+    let (_front, mut queue) = world.connect_one(BlkfrontOptions::default());
+    world.disk.fail(Some(spile_core::ErrorKind::Shutdown));
+    queue.submit(0, Op::Write, 0, 4096);
+    queue.publish();
+    wait_until("it was tried", || !world.disk.take_did().is_empty());
+    world.disk.fail(None);
+    queue.submit(1, Op::Barrier, 0, 4096);
+    queue.publish();
+    // Long enough for it to be taken and answered.
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    assert_eq!(world.stop(), End::Stopped);
+    assert_eq!((world.disk.take_did(), is_answered(&mut queue)), (vec![], false));
+    world.serve();
+    let mut slots = [next(&mut queue), next(&mut queue)];
+    slots.sort_unstable();
+    assert_eq!(slots, [(0, status::OKAY), (1, status::OKAY)]);
+    let did = world.disk.take_did();
+    assert!(matches!(did[..], [Did::Write { fua: false, .. }, Did::Flush, Did::Write { fua: true, .. }]), "{did:?}");
 }
 
 /// True when the guest finds an answer without waiting.

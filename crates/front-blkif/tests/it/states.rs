@@ -52,6 +52,41 @@ fn a_device_whose_folder_is_removed_ends() {
     assert_eq!(world.ended(), End::Closed);
 }
 
+/// A toolstack that has given up waiting for the old device. The removal was not seen.
+#[test]
+fn a_device_that_was_made_anew_for_another_image_ends() {
+    for (key, value) in [("params", "raw:/another"), ("mode", "r")] {
+        let mut world = Setup::new(Access::Copy).start();
+        let (mut front, queue) = world.connect_one(BlkfrontOptions::default());
+        front.stop(vec![queue]).unwrap();
+        wait_until("the end of the connection", || world.backend_key("state").as_deref() == Some("6"));
+        // The same once more is the same device.
+        world.set_backend_key("state", "1");
+        front.set_state(1).unwrap();
+        wait_until("another offer", || world.backend_key("state").as_deref() == Some("2"));
+        world.set_backend_key(key, value);
+        world.set_backend_key("state", "1");
+        assert_eq!(world.ended(), End::Closed, "{key}");
+        assert_eq!(world.backend_key("state").as_deref(), Some("1"), "the next process finds it as it was made");
+    }
+}
+
+/// Requests wait for room on the host, or for a limit, when the guest begins anew.
+#[test]
+fn what_is_held_back_ends_with_its_guest() {
+    let mut world = Setup::new(Access::Copy).start();
+    let (mut front, mut queue) = world.connect_one(BlkfrontOptions::default());
+    world.disk.hold_back();
+    (0..3).for_each(|slot| queue.submit(slot, Op::Write, 4096 * slot as u64, 4096));
+    queue.publish();
+    wait_until("all wait", || world.disk.held() == 3);
+    front.set_state(6).unwrap();
+    wait_until("the end of the connection", || world.backend_key("state").as_deref() == Some("6"));
+    world.disk.release();
+    let mut queue = front.restart().unwrap().remove(0);
+    assert_eq!(read(&mut queue, 0, 3 * 4096), [0; 3 * 4096], "a write that waited was done");
+}
+
 #[test]
 fn a_disk_that_grows_is_seen_to() {
     let mut world = Setup::new(Access::Copy).start();

@@ -250,7 +250,7 @@ fn required_tls_refuses_all_but_starttls_and_abort() {
         assert_eq!(kinds(&ask(&mut negotiator, option, b"").0), [rep::ERR_TLS_REQD]);
     }
     assert_eq!(ask(&mut negotiator, option::STARTTLS, b"").1, Next::StartTls);
-    negotiator.tls_started();
+    negotiator.tls_started(offers(&["a"]));
     assert_eq!(kinds(&ask(&mut negotiator, option::STARTTLS, b"").0), [rep::ERR_INVALID]);
     assert_eq!(kinds(&ask(&mut negotiator, option::LIST, b"").0), [rep::SERVER, rep::ACK]);
     let mut plain = started(&["a"], TlsMode::Required);
@@ -263,9 +263,11 @@ fn required_tls_refuses_all_but_starttls_and_abort() {
 fn starttls_voids_what_was_agreed_before() {
     let mut negotiator = started(&["a"], TlsMode::Optional);
     ask(&mut negotiator, option::STRUCTURED_REPLY, b"");
-    ask(&mut negotiator, option::SET_META_CONTEXT, &meta_data("a", &["base:allocation"]));
+    negotiator.refuse("a", &Error::new(ErrorKind::Busy, "not now"));
+    negotiator.offer(offers(&["b"]).first().cloned());
+    ask(&mut negotiator, option::SET_META_CONTEXT, &meta_data("b", &["base:allocation", LINK_CONTEXT]));
     assert_eq!(ask(&mut negotiator, option::STARTTLS, b"").1, Next::StartTls);
-    negotiator.tls_started();
+    negotiator.tls_started(offers(&["a"]));
     let (_, next) = ask(&mut negotiator, option::GO, &go_data("a", &[]));
     assert_eq!(
         next,

@@ -1,7 +1,7 @@
 //! The guest's memory: what is no memory, what is taken away, and what changes under load.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{Mode, OFlags, ftruncate};
 use spile_core::OpenMode;
@@ -166,6 +166,26 @@ on_each_engine! {
         assert_eq!(guest.run(0, READ, 0, &data).0, IOERR);
         guest.connection.add_memory_region(second, guest.memory.file()).unwrap();
         assert_eq!(guest.run(0, READ, 0, &data).0, OK);
+    }
+
+    /// A front end that changes a region removes it and then adds it, while its guest has requests there.
+    fn a_request_waits_for_memory_that_is_exchanged(kind) {
+        let rig = rig(kind);
+        let mut guest = rig.guest();
+        let second = guest.memory.regions()[1].payload();
+        // The time for it is short, and the machine may be busy.
+        let is_in_time = (0..50).any(|_| {
+            guest.connection.remove_memory_region(second).unwrap();
+            let removed = Instant::now();
+            let asked = guest.ask(0, READ, 0, &[(second.guest_address, 512, W)]);
+            std::thread::sleep(Duration::from_millis(5));
+            guest.connection.add_memory_region(second, guest.memory.file()).unwrap();
+            let is_in_time = removed.elapsed() < Duration::from_millis(40);
+            guest.rings[0].take();
+            assert!(asked.status() == OK || !is_in_time, "it was done without its memory");
+            is_in_time
+        });
+        assert!(is_in_time, "never in time");
     }
 
     fn a_region_is_removed_only_after_what_uses_it(kind) {

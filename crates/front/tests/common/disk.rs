@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Poll, Waker};
@@ -48,6 +49,8 @@ pub struct TestDisk {
 struct State {
     did: Vec<Did>,
     holds: bool,
+    /// What waits ends when its client goes.
+    forsakes: bool,
     fails: Option<ErrorKind>,
     panics: bool,
     /// Those that wait, in the order in which they came.
@@ -86,6 +89,12 @@ impl TestDisk {
         self.state().holds = true;
     }
 
+    /// Whatever comes from now on waits for as long as its client is there.
+    pub fn hold_back(&self) {
+        let mut state = self.state();
+        (state.holds, state.forsakes) = (true, true);
+    }
+
     /// How many wait.
     pub fn held(&self) -> usize {
         self.state().held.len()
@@ -102,7 +111,7 @@ impl TestDisk {
     /// Lets all go, and holds nothing any more.
     pub fn release(&self) {
         let mut state = self.state();
-        state.holds = false;
+        (state.holds, state.forsakes) = (false, false);
         let held = std::mem::take(&mut state.held);
         held.into_values().filter_map(|(_, waker)| waker).for_each(Waker::wake);
     }
@@ -202,6 +211,18 @@ impl Disk for TestDisk {
             Op::Discard => self.discard_extent(io.extent).await,
             Op::WriteZeroes(how) => self.zero_extent(io.extent, how).await,
         }
+    }
+
+    async fn execute_for(&self, io: Io<'_>, gone: impl Future<Output = ()>) -> Result<()> {
+        let (mut work, mut gone) = (pin!(self.execute(io)), pin!(gone));
+        poll_fn(|context| {
+            let work = work.as_mut().poll(context);
+            if work.is_pending() && self.state().forsakes && gone.as_mut().poll(context).is_ready() {
+                return Poll::Ready(Err(Error::new(ErrorKind::Shutdown, "the client is gone")));
+            }
+            work
+        })
+        .await
     }
 
     async fn extents(&self, extent: Extent, _max_runs: usize) -> Result<Vec<ExtentStatus>> {

@@ -108,7 +108,7 @@ pub fn serve<P: Place>(
     drop(store);
     let is_busy = opened.as_ref().is_err_and(|error| error.kind() == ErrorKind::Busy);
     let front = Front { options, backend_path, failed_syncs: failed_syncs.clone(), served_disk };
-    let served = opened.and_then(|access| front.serve(&mut server, access, &stem));
+    let served = opened.and_then(|wanted| front.serve(&mut server, wanted, &stem));
     let (end, served) = match served {
         Ok(end) => (Some(end), Ok(())),
         Err(error) => (None, Err(error)),
@@ -150,14 +150,14 @@ fn pause_told<P: Place>(options: &Options<P>, backend_path: &str) -> Result<()> 
     pause::tell(&mut options.place.open()?, backend_path)
 }
 
-/// Opens the disk that the toolstack has written. Returns how the guest's pages are to be reached.
-fn open<P>(server: &mut Server, store: &mut XenStore, backend_path: &str, options: &Options<P>) -> Result<Access> {
+/// Opens the disk that the toolstack has written.
+fn open<P>(server: &mut Server, store: &mut XenStore, backend_path: &str, options: &Options<P>) -> Result<Wanted> {
     let wanted = Wanted::read(store, backend_path, options.access)?;
     server.set_disks(vec![params::parse(&wanted.params, wanted.read_only)?]);
     server.open_disks(&[])?;
     // A guest that connects anew to a disk of this process begins anew. What another server has seen may concern this guest.
     let failed: Vec<_> = server.failed_syncs().collect();
-    let Some(first) = failed.first() else { return Ok(wanted.access) };
+    let Some(first) = failed.first() else { return Ok(wanted) };
     let commands: Vec<_> = failed.iter().map(|failed| format!("`spile accept-loss {}`", failed.path)).collect();
     let hint = format!("it is served all the same after {}", commands.join(" and "));
     Err(Error::new(ErrorKind::Io, first.to_string()).hint(hint))
@@ -173,12 +173,12 @@ struct Front<'a, P> {
 
 impl<P: Place> Front<'_, P> {
     /// Serves the open disk until it ends or is to end.
-    fn serve(self, server: &mut Server, access: Access, stem: &Path) -> Result<End> {
+    fn serve(self, server: &mut Server, wanted: Wanted, stem: &Path) -> Result<End> {
         let stats = Stats::begin(&self.options.place, self.backend_path);
         let control = Endpoint::new(Role::Control, None, &Address::Unix(stem.with_extension("control")))?;
         let sockets = vec![control.bind(SocketAccess::default())?];
         let start: StartXen<'_> = Box::new(|engine, open, events| {
-            let device = self.start(engine, open, access, events)?;
+            let device = self.start(engine, open, wanted, events)?;
             stats.iter().for_each(|stats| device.show_on(stats.board()));
             Ok(XenFront { backend_path: self.backend_path.to_owned(), device })
         });
@@ -187,20 +187,21 @@ impl<P: Place> Front<'_, P> {
         end.ok_or_else(|| Error::new(ErrorKind::Shutdown, "the back end was not started"))
     }
 
-    fn start(&self, engine: &Engine, open: &Open, access: Access, events: Sender<Event>) -> Result<Device> {
+    fn start(&self, engine: &Engine, open: &Open, wanted: Wanted, events: Sender<Event>) -> Result<Device> {
         let place = self.options.place.clone();
-        let config = self.config(open, access);
+        let config = self.config(open, wanted);
         let (engine, disk) = (engine.clone(), open.disk.clone());
         let _ = self.served_disk.set(Arc::downgrade(&disk));
         self.options.place.run(StartDevice { engine, disk, place, config, events })?
     }
 
-    fn config(&self, open: &Open, access: Access) -> Config {
+    fn config(&self, open: &Open, wanted: Wanted) -> Config {
         let options = self.options;
         Config {
             name: open.label.clone(),
             backend_path: self.backend_path.to_owned(),
-            access,
+            params: wanted.params,
+            access: wanted.access,
             max_queues: options.queues,
             max_order: spile_front_blkif::xenbus::MAX_RING_ORDER,
             max_indirect: options.max_indirect,
