@@ -50,7 +50,7 @@ pub use env::OsEnv;
 pub use event::{Event, EventDevice};
 pub use fd::on_failed_sync;
 pub use fixed::{Pinned, pin_memory};
-pub use lock::{promise, take_promised};
+pub use lock::{TakesPromised, promise, take_promised};
 pub use raw_file::{LockProbe, RawExtent, RawFile};
 pub use shared::WorkerStats;
 pub use socket::{Listener, Socket, peer_process};

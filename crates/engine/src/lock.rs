@@ -26,7 +26,7 @@
 
 use std::fs::File;
 use std::os::fd::{AsFd as _, AsRawFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use spile_core::{Error, ErrorKind, OpenMode, Result};
 
@@ -39,10 +39,10 @@ const READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
 
-/// This process is a server that hands its disks over, or its successor.
-static TAKES_PROMISED: AtomicBool = AtomicBool::new(false);
+/// So many times this process is a server that is handing its disks over, or its successor.
+static TAKES_PROMISED: AtomicUsize = AtomicUsize::new(0);
 
-/// Keeps all processes from locking `file`, but for those that have called [`take_promised`], until it is closed. It does not lock the file for
+/// Keeps all processes from locking `file`, but for those that have what [`take_promised`] returns, until it is closed. It does not lock the file for
 /// itself.
 ///
 /// # Errors
@@ -51,9 +51,21 @@ pub fn promise(file: &File) -> Result<()> {
     take(file.as_fd(), libc::F_RDLCK, PROMISED)
 }
 
-/// From now on this process locks files that are promised, too.
-pub fn take_promised() {
-    TAKES_PROMISED.store(true, Ordering::Relaxed);
+/// While it lives, this process locks files that are promised, too.
+#[must_use]
+#[derive(Debug)]
+pub struct TakesPromised(());
+
+/// Has this process lock files that are promised, too, for as long as what it returns lives.
+pub fn take_promised() -> TakesPromised {
+    TAKES_PROMISED.fetch_add(1, Ordering::Relaxed);
+    TakesPromised(())
+}
+
+impl Drop for TakesPromised {
+    fn drop(&mut self) {
+        TAKES_PROMISED.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// Locks a file that was just opened in `mode`, against other processes for which that mode leaves no room. The locks
@@ -63,7 +75,7 @@ pub fn take_promised() {
 /// `Busy` when another process has opened it in a mode that excludes this one; `Unsupported` or `Denied` when the file
 /// system, the kernel or a lock daemon gives no locks.
 pub(crate) fn acquire(fd: BorrowedFd<'_>, mode: OpenMode) -> Result<()> {
-    acquire_as(fd, mode, TAKES_PROMISED.load(Ordering::Relaxed))
+    acquire_as(fd, mode, TAKES_PROMISED.load(Ordering::Relaxed) > 0)
 }
 
 fn acquire_as(fd: BorrowedFd<'_>, mode: OpenMode, takes_promised: bool) -> Result<()> {

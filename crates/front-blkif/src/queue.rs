@@ -74,7 +74,7 @@ impl Link {
     }
 
     /// Comes when the guest has gone.
-    pub(crate) async fn forsaken(&self) {
+    pub(crate) fn forsaken(&self) -> impl Future<Output = ()> {
         poll_fn(|context| {
             let mut waiting = self.waiting();
             if self.is_forsaken() {
@@ -85,7 +85,6 @@ impl Link {
             }
             Poll::Pending
         })
-        .await
     }
 
     fn waiting(&self) -> MutexGuard<'_, Vec<Waker>> {

@@ -2,18 +2,69 @@
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::{Arc, mpsc};
 
 use spile_core::{Error, ErrorKind, Result};
+use spile_engine::Engine;
 use spile_life::jobs::State;
 
-use super::api::Order;
 use super::api::types::{Attach, NewExport};
+use super::api::{Call, Order};
+use super::claims::Claim;
+use super::control::Event;
 use super::disks::{self, Open};
-use super::fronts::{Listening, Role};
+use super::fronts::{Leaving, Listening, Role};
+use super::jobs::{DiskJob, Held};
 use super::server::Server;
 use super::sockets::{Endpoint, absolute};
 use crate::disks::DiskSpec;
 use crate::uri::Address;
+
+/// What keeps others from changing a disk while it is detached.
+type Holds = (Claim, Option<Held>);
+
+/// The jobs of a disk that goes.
+struct KeptJobs {
+    name: String,
+    path: String,
+    jobs: Vec<Arc<DiskJob>>,
+    /// Those that were not over when it was to go.
+    running: Vec<Arc<DiskJob>>,
+}
+
+/// A disk that is served no more, and is to be closed.
+struct Detaching {
+    engine: Engine,
+    open: Open,
+    servers: Leaving,
+    kept: KeptJobs,
+    held: Holds,
+    call: Call,
+}
+
+/// A disk that was detached.
+pub struct Detached {
+    servers: Leaving,
+    kept: KeptJobs,
+    held: Holds,
+    closed: Result<()>,
+    call: Call,
+}
+
+impl Detaching {
+    /// Waits for the requests in flight, closes the disk and tells the main loop. May wait for ever for the disk's storage.
+    fn finish(self, events: &mpsc::Sender<Event>) -> Result<()> {
+        let Self { engine, open, mut servers, kept, held, call } = self;
+        servers.wait();
+        let closed = disks::close(&engine, vec![open], Ok(()));
+        let result = closed.as_ref().map(drop).map_err(Error::duplicate);
+        // When the server ends, the failure is its own.
+        match events.send(Event::Detached(Box::new(Detached { servers, kept, held, closed, call }))) {
+            Ok(()) => Ok(()),
+            Err(_) => result,
+        }
+    }
+}
 
 impl Server {
     /// Does what the control API was asked for.
@@ -21,18 +72,22 @@ impl Server {
     /// # Errors
     /// `Unsupported` in the process of a Xen guest's disk; else the failure, and then nothing has changed.
     pub(super) fn change(&mut self, order: &Order) -> Result<()> {
+        self.refuse_for_xen()?;
+        match order {
+            Order::Attach(attach) => self.attach(attach),
+            Order::AddExport(export) => self.add_export(export),
+            Order::RemoveExport { address } => self.remove_export(address),
+            // The main loop does these itself.
+            Order::Detach { .. } | Order::Resize { .. } | Order::Shutdown => Ok(()),
+        }
+    }
+
+    fn refuse_for_xen(&self) -> Result<()> {
         if self.fronts.serves_xen() {
             let what = "the process of a Xen guest's disk serves that disk only";
             return Err(Error::new(ErrorKind::Unsupported, what).hint("the toolstack attaches and detaches it"));
         }
-        match order {
-            Order::Attach(attach) => self.attach(attach),
-            Order::Detach { name, force } => self.detach(name, *force),
-            Order::AddExport(export) => self.add_export(export),
-            Order::RemoveExport { address } => self.remove_export(address),
-            // The main loop does these itself.
-            Order::Resize { .. } | Order::Shutdown => Ok(()),
-        }
+        Ok(())
     }
 
     /// Serves one more disk. When that fails, nothing has changed.
@@ -107,12 +162,54 @@ impl Server {
         shares.into_iter().try_for_each(|fd| self.fronts.listen(&Role::Nbd, fd))
     }
 
-    /// Serves a disk no more, and closes it.
-    fn detach(&mut self, name: &str, force: bool) -> Result<()> {
+    /// Begins to serve a disk no more. The caller is answered when it is closed: a thread waits for that, so a disk whose storage hangs holds up none of the
+    /// others.
+    pub(super) fn begin_detach(&mut self, name: &str, force: bool, call: Call) {
+        let (begin, begun) = mpsc::channel::<Detaching>();
+        let events = self.sender.clone();
+        // Before anything is taken away, because there may be no thread.
+        let thread = std::thread::Builder::new().name("spile-detach".to_owned()).spawn(move || match begun.recv() {
+            Ok(detaching) => detaching.finish(&events),
+            Err(mpsc::RecvError) => Ok(()),
+        });
+        let thread = thread.map_err(|source| Error::io("start a thread to close a disk", source));
+        match thread.and_then(|thread| Ok((thread, self.detach(name, force)?))) {
+            Ok((thread, taken)) => {
+                let (open, servers, held) = taken;
+                let kept = self.keep_jobs(&open);
+                self.show();
+                let engine = self.engine.clone();
+                let _ = begin.send(Detaching { engine, open, servers, kept, held, call });
+                self.detaches.retain(|thread| !thread.is_finished());
+                self.detaches.push(thread);
+            }
+            Err(error) => {
+                self.show();
+                call.answer(Err(error));
+            }
+        }
+    }
+
+    /// Takes note of the end of a detach, and answers the caller.
+    pub(super) fn end_detach(&mut self, detached: Detached) {
+        let Detached { servers, kept, held, closed, call } = detached;
+        self.fronts.let_go(&servers);
+        self.tell_ended(&kept);
+        drop(held);
+        self.show();
+        call.answer(closed);
+    }
+
+    /// Serves a disk no more. It is to be closed when its servers have come to their end.
+    fn detach(&mut self, name: &str, force: bool) -> Result<(Open, Leaving, Holds)> {
+        self.refuse_for_xen()?;
         let names = self.named(name)?.names.clone();
-        let _claim = self.claims.take(&[name.to_owned()], "a detach")?;
+        let claim = self.claims.take(&[name.to_owned()], "a detach")?;
+        let mut held = None;
         if !force {
-            self.named(name)?.jobs.refuse_detach(name)?;
+            let jobs = &self.named(name)?.jobs;
+            jobs.refuse_detach(name)?;
+            held = Some(jobs.hold_for_detach()?);
         }
         let at = self.disks.iter().position(|open| open.name == name).unwrap_or_default();
         // New NBD clients must not find it before those that are there are counted.
@@ -127,28 +224,39 @@ impl Server {
             return Err(Error::new(ErrorKind::Busy, what).hint("disconnect them, or use --force to cut them off"));
         }
         disks::leave_waiting([&open]);
-        self.fronts.end(&names);
+        let servers = self.fronts.take_out(&names);
         self.listening.retain(|socket| !matches!(&socket.role, Role::Vhost(export) if names.contains(export)));
         self.opening.remove(name);
-        self.disks.insert(at, open);
-        self.forget(at, Ok(()))
+        Ok((open, servers, (claim, held)))
     }
 
     /// Closes the disk of this number, of which no front has a share any more.
     fn forget(&mut self, at: usize, result: Result<()>) -> Result<()> {
         let open = self.disks.remove(at);
-        let path = open.layers.first().map_or_else(|| open.label.clone(), |leaf| leaf.path.clone());
-        let (name, jobs) = (open.name.clone(), open.jobs.list());
-        let running: Vec<_> = jobs.iter().filter(|job| !job.job().state().is_over()).cloned().collect();
-        self.view.keep_jobs(&name, &path, &jobs);
+        let kept = self.keep_jobs(&open);
         // Those who look have shares of the disk.
         self.show();
         let closed = disks::close(&self.engine, vec![open], result);
+        self.tell_ended(&kept);
+        closed
+    }
+
+    /// Keeps the jobs of a disk that goes, for those who ask for them.
+    fn keep_jobs(&self, open: &Open) -> KeptJobs {
+        let path = open.layers.first().map_or_else(|| open.label.clone(), |leaf| leaf.path.clone());
+        let (name, jobs) = (open.name.clone(), open.jobs.list());
+        let running = jobs.iter().filter(|job| !job.job().state().is_over()).cloned().collect();
+        self.view.keep_jobs(&name, &path, &jobs);
+        KeptJobs { name, path, jobs, running }
+    }
+
+    /// Says which jobs the end of their disk has ended.
+    fn tell_ended(&self, kept: &KeptJobs) {
+        let KeptJobs { name, path, jobs, running } = kept;
         for job in running.iter().filter(|job| job.job().state() != State::Done) {
             tracing::warn!("the job {}, a {}, was ended: its disk {name:?} was detached", job.id(), job.kind());
         }
-        self.view.keep_jobs(&name, &path, &jobs);
-        closed
+        self.view.keep_jobs(name, path, jobs);
     }
 
     fn add_export(&mut self, export: &NewExport) -> Result<()> {

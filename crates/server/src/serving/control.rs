@@ -29,6 +29,7 @@ use tokio::sync::oneshot;
 
 use super::api::Call;
 use super::api::http::Pause;
+use super::changes::Detached;
 use super::growing::Growth;
 use super::identity::Exported;
 use super::life::SnapshotCall;
@@ -36,6 +37,7 @@ use super::limits::Kept;
 use super::pausing::PauseCall;
 use super::resizing::Resized;
 use super::reverting::RevertCall;
+use super::trouble::KeptPolicy;
 use crate::process::Process;
 
 /// The most descriptors beside one line (the kernel takes 253).
@@ -103,6 +105,9 @@ pub enum Answer {
         /// The limits of disks and groups. Older builds neither send nor read them.
         #[serde(default, skip_serializing_if = "Kept::is_empty")]
         limits: Kept,
+        /// The policies for trouble. Older builds neither send nor read them.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        policies: Vec<KeptPolicy>,
     },
     /// A takeover: the key of a listening socket, which is the line's descriptor.
     Socket(String),
@@ -303,6 +308,8 @@ pub enum Event {
     InUse(String, oneshot::Sender<Option<String>>),
     /// A disk has got its new size, or not.
     Resized(Resized),
+    /// A disk that is served no more has been closed, or not.
+    Detached(Box<Detached>),
     /// The disk that grows so wants a longer device.
     WantsRoom(Arc<Growth>),
     /// The command that makes the device of this disk longer has ended so.

@@ -80,6 +80,8 @@ pub struct Open {
     pub has_own_shape: bool,
     /// True when this server was told the disk's limits or group; else it keeps those that a server before it had given it.
     pub has_own_limits: bool,
+    /// True when this server was told another policy for trouble than the usual one; else it keeps the one that a server before it had.
+    pub has_own_policy: bool,
 }
 
 impl Open {
@@ -324,6 +326,7 @@ impl Opening {
             identity: self.identity_of(spec).with_opened(&graph),
             has_own_shape: spec.shape.or(self.shape).is_some(),
             has_own_limits: spec.limits.is_some() || spec.group.is_some(),
+            has_own_policy: spec.on_error.is_some() || spec.policy(self.policy) != Policy::default(),
             jobs: DiskJobs::new(self.access(), checkpoints.clone()),
             checkpoints,
             growth,
@@ -469,23 +472,6 @@ pub fn flush(engine: &Engine, disks: &[Open], bound: Duration) -> Result<()> {
         };
         flushed.recv_timeout(end.saturating_duration_since(Instant::now())).map_err(late)?
     })
-}
-
-/// The policy of each disk as it is now, by the disk's name.
-pub fn policies(disks: &[Open]) -> Vec<(String, Policy)> {
-    let of = |open: &Open| Some((open.name.clone(), open.disk.troubles()?.policy()));
-    disks.iter().filter_map(of).collect()
-}
-
-/// Gives each disk its policy of `policies`, if there is one.
-pub fn set_policies(disks: &[Open], policies: &[(String, Policy)]) {
-    for open in disks {
-        if let (Some(troubles), Some((_, policy))) =
-            (open.disk.troubles(), policies.iter().find(|(name, _)| *name == open.name))
-        {
-            troubles.set_policy(*policy);
-        }
-    }
 }
 
 /// Gives the requests of a disk a shape.

@@ -117,9 +117,9 @@ impl Doors {
     /// # Errors
     /// `Busy` when the copy is not in step, or something uses the disk; that of the job. Guests may go on here then. `TimedOut` when it takes too
     /// long: then nobody knows yet whether the other host has the disk, and guests wait here until they are let in.
-    pub async fn hand_over(self, job: Arc<DiskJob>) -> Result<()> {
+    pub async fn hand_over(self, disk_job: Arc<DiskJob>) -> Result<()> {
         self.shut_in_time().await?;
-        let job = job.job();
+        let job = disk_job.job();
         job.finish();
         let over = tokio::time::timeout(HAND_OVER_BOUND, job.over()).await;
         if over.is_err() {
@@ -134,6 +134,15 @@ impl Doors {
             let what =
                 format!("after {} s it is not known whether the other host has the disk", HAND_OVER_BOUND.as_secs());
             let hint = "guests wait here. Cancel the job: when it is `done`, the other host has the disk; when it is `cancelled`, `spile resume` here lets guests go on; else look at the other host";
+            return Err(Error::new(ErrorKind::TimedOut, what).hint(hint));
+        }
+        // The other host was told to give the copy its name, and has not answered.
+        let is_unknown = report.state == State::Stopped
+            || report.error.as_ref().is_some_and(|error| error.kind() == ErrorKind::TimedOut);
+        if is_unknown && disk_job.is_to_be_named() {
+            let what =
+                format!("the job is {}, and it is not known whether the other host has the disk", report.state.name());
+            let hint = "guests wait here. A job that was stopped goes on with the next server: cancel it there, and `spile resume` lets guests go on when it is `cancelled`; else look at the other host first";
             return Err(Error::new(ErrorKind::TimedOut, what).hint(hint));
         }
         blocking(move || {

@@ -209,6 +209,25 @@ impl Vhost {
 }
 
 /// An NBD server and the exports that it has.
+/// The servers of a disk that is served no more.
+pub struct Leaving {
+    names: Vec<String>,
+    vhost: Vec<Vhost>,
+    nbd: Vec<Nbd>,
+}
+
+impl Leaving {
+    /// Waits until everything is answered. No server keeps the disk open any more then.
+    pub fn wait(&mut self) {
+        self.vhost.drain(..).for_each(|vhost| vhost.server.wait_drained());
+        for nbd in &mut self.nbd {
+            nbd.server.wait_drained(DRAIN_PATIENCE);
+            self.names.iter().for_each(|name| nbd.server.withdraw(name));
+            nbd.names.retain(|name| !self.names.contains(name));
+        }
+    }
+}
+
 struct Nbd {
     server: Arc<NbdServer<ServedDisk>>,
     names: Vec<String>,
@@ -332,23 +351,29 @@ impl Fronts {
     /// hung up on, and so are the clients of each NBD server that has clients of it. New NBD clients must not find it any more
     /// ([`Fronts::exchange_nbd`]).
     pub fn end(&mut self, names: &[String]) {
-        let is_ended = |vhost: &mut Vhost| names.contains(&vhost.export);
-        for vhost in self.vhost.extract_if(.., is_ended) {
-            vhost.server.stop();
-            vhost.server.wait_drained();
-        }
-        let ended: Vec<Nbd> = self.former.extract_if(.., |nbd| nbd.clients_of(names) > 0).collect();
-        for nbd in ended {
-            nbd.server.stop();
-            nbd.server.wait_drained(DRAIN_PATIENCE);
-            self.keep_counts(&nbd);
-        }
+        let mut leaving = self.take_out(names);
+        leaving.wait();
+        self.let_go(&leaving);
+    }
+
+    /// As [`Fronts::end`], and does not wait for what is in flight: [`Leaving::wait`] does, and then [`Fronts::let_go`] takes note of its end.
+    pub fn take_out(&mut self, names: &[String]) -> Leaving {
+        let vhost: Vec<Vhost> = self.vhost.extract_if(.., |vhost| names.contains(&vhost.export)).collect();
+        vhost.iter().for_each(|vhost| vhost.server.stop());
+        let nbd: Vec<Nbd> = self.former.extract_if(.., |nbd| nbd.clients_of(names) > 0).collect();
+        nbd.iter().for_each(|nbd| nbd.server.stop());
         // Those that are left have no client of it, and must not keep it open. Its counts end with it: another disk may get its name.
         for nbd in &mut self.former {
             names.iter().for_each(|name| nbd.server.withdraw(name));
             nbd.names.retain(|name| !names.contains(name));
         }
         self.counted.retain(|name, _| !names.contains(name));
+        Leaving { names: names.to_vec(), vhost, nbd }
+    }
+
+    /// Keeps what servers have counted, of disks that are still served, that have come to their end.
+    pub fn let_go(&mut self, leaving: &Leaving) {
+        leaving.nbd.iter().for_each(|nbd| self.keep_counts(nbd));
     }
 
     fn vhost(&self, export: &str) -> Option<&Arc<VhostServer<ServedDisk>>> {

@@ -11,7 +11,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use spile_core::{Disk, Error, ErrorKind, Result, Store as _};
-use spile_engine::take_promised;
+use spile_engine::{TakesPromised, take_promised};
 use spile_store::{AnyStore, FileId};
 
 use super::control::{Answer, Link};
@@ -21,7 +21,8 @@ use super::fronts::{Fronts, Role};
 use super::identity::{self, Exported};
 use super::limits::Kept;
 use super::server::Server;
-use super::takeover;
+use super::takeover::{self, Orders};
+use super::trouble::KeptPolicy;
 use crate::panics;
 use crate::process::Process;
 
@@ -121,19 +122,21 @@ impl Server {
         let connections = within("what is in flight is not answered", DRAIN_BOUND, || fronts.hand_over());
         // From here to the end others find the disks' files busy, also while nobody has them open.
         let _promised = match self.opening.no_lock {
-            true => Vec::new(),
-            false => within("the disks' files cannot be promised", DRAIN_BOUND, || promise(&self.disks)),
+            true => None,
+            false => Some(within("the disks' files cannot be promised", DRAIN_BOUND, || promise(&self.disks))),
         };
-        let (sizes, served, policies) = (self.sizes(), disks::exported(&self.disks), disks::policies(&self.disks));
-        let shapes = disks::shapes(&self.disks);
-        let limits = Kept::of(&self.disks, &self.opening.groups);
+        let (sizes, served) = (self.sizes(), disks::exported(&self.disks));
+        let orders = Orders {
+            shapes: disks::shapes(&self.disks),
+            limits: Kept::of(&self.disks, &self.opening.groups),
+            policies: KeptPolicy::of(&self.disks),
+        };
         if let Err(error) = self.close_disks() {
             // Data that a guest believes to be durable may be lost, so the guest must not go on as if nothing had happened.
             let _ = link.send(&Answer::Error(format!("a disk could not be closed: {error}")), &[]);
             return Err(error);
         }
-        let mut given =
-            takeover::give(link, layout, sizes, shapes.clone(), limits.clone(), &self.listening, &connections);
+        let mut given = takeover::give(link, layout, sizes, orders.clone(), &self.listening, &connections);
         let (mut attempts, mut silences) = (0, 0);
         let failure = loop {
             let Err(failure) = given.and_then(|()| takeover::make_it_the_server(link)) else { return Ok(None) };
@@ -163,9 +166,9 @@ impl Server {
                 Err(error) => return Err(error),
             }
         };
-        disks::set_policies(&self.disks, &policies);
-        disks::set_shapes(&self.engine, &self.disks, &shapes)?;
-        limits.restore(&self.engine, &self.disks, &self.opening.groups, |_| true)?;
+        KeptPolicy::restore(&orders.policies, &self.disks);
+        disks::set_shapes(&self.engine, &self.disks, &orders.shapes)?;
+        orders.limits.restore(&self.engine, &self.disks, &self.opening.groups, |_| true)?;
         disks::begin(&self.engine, &self.disks, &self.sender);
         self.listen(shares)?;
         self.adopt(connections);
@@ -202,8 +205,8 @@ impl Server {
 
 /// Keeps everybody but this server and its successor from opening the files that these disks write, as long as what is returned lives: others may read
 /// the parents. What cannot be promised is only less safe.
-fn promise(disks: &[Open]) -> Vec<File> {
-    take_promised();
+fn promise(disks: &[Open]) -> (TakesPromised, Vec<File>) {
+    let takes = take_promised();
     let written = disks.iter().filter(|open| !open.read_only);
     let graphs: Vec<_> = written.filter_map(|open| open.disk.graph_now()).collect();
     let stores = graphs.iter().flat_map(|graph| failed_syncs::stores_of(&graph.handles()[0]));
@@ -213,7 +216,7 @@ fn promise(disks: &[Open]) -> Vec<File> {
         let is_it = file.metadata().is_ok_and(|stat| FileId::of(&stat) == id);
         (is_it && spile_engine::promise(&file).is_ok()).then_some(file)
     };
-    stores.filter_map(promise).collect()
+    (takes, stores.filter_map(promise).collect())
 }
 
 /// Does a step that guests wait for. When it has not ended after `bound`, this process ends: the storage does not answer, so this server

@@ -190,11 +190,24 @@ impl DiskJobs {
         new: &NewJob,
     ) -> Result<Arc<DiskJob>> {
         let Some(graph) = disk.graph_now() else { return Err(just_exchanged()) };
-        let plan = match plan(&graph, new) {
+        let planned = match new.kind.as_str() {
+            "move" => Err(graph.handles()[0].path().to_owned()),
+            _ => Ok(plan(&graph, new)),
+        };
+        drop(graph);
+        let planned = match planned {
+            Ok(planned) => planned,
+            // It looks at folders, whose file system may not answer.
+            Err(leaf) => {
+                let new = new.clone();
+                let planned = tokio::task::spawn_blocking(move || plan_move(&leaf, &new)).await;
+                planned.map_err(|_| Error::new(ErrorKind::Shutdown, "the server ends"))?.map(Plan::Move)
+            }
+        };
+        let plan = match planned {
             Err(error) if error.kind() == ErrorKind::NotFound => left_merge(engine, disk, new).await?.ok_or(error)?,
             planned => planned?,
         };
-        drop(graph);
         if let (Some(into), Plan::Coalesce(merged)) = (&new.into, &plan)
             && merged.parent != Path::new(into)
         {
@@ -404,6 +417,14 @@ impl DiskJobs {
         self.state().held_for == Some(REVERT)
     }
 
+    /// Keeps jobs away while the disk is detached.
+    ///
+    /// # Errors
+    /// `Busy` while the disk has a job, or something else changes its images.
+    pub fn hold_for_detach(self: &Arc<Self>) -> Result<Held> {
+        self.hold_beside("a detach", |_| false)
+    }
+
     fn hold_beside(self: &Arc<Self>, what: &'static str, goes_with: fn(&What) -> bool) -> Result<Held> {
         let mut state = self.state();
         state.check_free(goes_with)?;
@@ -597,7 +618,7 @@ pub fn plan(graph: &Graph<HostStore>, new: &NewJob) -> Result<Plan> {
         }
         "coalesce" => merge::plan(graph, new.layer.as_deref()).map(Plan::Coalesce),
         "flatten" => Ok(Plan::Flatten),
-        "move" => plan_move(graph, new).map(Plan::Move),
+        "move" => plan_move(graph.handles()[0].path(), new).map(Plan::Move),
         other => {
             Err(Error::new(ErrorKind::InvalidInput, format!("there is no job {other:?}: coalesce, flatten or move")))
         }
@@ -621,7 +642,7 @@ async fn left_merge(engine: &Engine, disk: &Arc<ServedDisk>, new: &NewJob) -> Re
     Ok(note.map(|note| note.plan).filter(is_it))
 }
 
-fn plan_move(graph: &Graph<HostStore>, new: &NewJob) -> Result<Move> {
+fn plan_move(leaf: &Path, new: &NewJob) -> Result<Move> {
     let bad = |what: String| Error::new(ErrorKind::InvalidInput, what);
     let Some(to) = &new.to else { return Err(bad("a move needs a place to go `to`".to_owned())) };
     let given = new.to_format.as_deref().map(str::parse).transpose()?;
@@ -659,7 +680,7 @@ fn plan_move(graph: &Graph<HostStore>, new: &NewJob) -> Result<Move> {
         return Err(bad(format!("{} is no absolute path", to.display())));
     }
     let name = |path: &Path| path.file_name().map(ToOwned::to_owned);
-    let to = match (to.is_dir(), name(graph.handles()[0].path())) {
+    let to = match (to.is_dir(), name(leaf)) {
         (true, Some(name)) => to.join(name),
         _ => to,
     };

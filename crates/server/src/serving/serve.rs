@@ -57,9 +57,6 @@ pub struct Settings {
 /// When a disk cannot be opened or closed, or an address cannot be listened on.
 pub fn serve(settings: Settings, signals: ServerSignals, say: impl Fn(&dyn Display)) -> Result<()> {
     failed_syncs::remember();
-    if settings.takes_over {
-        spile_engine::take_promised();
-    }
     let mut server = Server::new(settings.opening.clone(), settings.options.clone(), settings.engine.clone())?;
     server.set_metrics_detail(settings.metrics_detail);
     server.hear(signals);

@@ -10,9 +10,10 @@
 use std::fmt::Display;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use spile_core::{ErrorKind, Result};
+use spile_core::{Error, ErrorKind, Result};
 use spile_engine::{Config, Engine};
 use spile_front::Connections;
 use spile_front_blkif::device::End as XenEnd;
@@ -34,6 +35,7 @@ use super::metrics::{self, Detail, Exporter, Source};
 use super::resizing::Caller;
 use super::sockets;
 use super::takeover::{self, Inheritance};
+use super::trouble::KeptPolicy;
 use crate::disks::DiskSpec;
 use crate::listen::Published;
 use crate::log::complain;
@@ -58,6 +60,8 @@ pub struct Server {
     metrics_detail: Detail,
     /// Who changes which disk's images.
     pub(super) claims: Claims,
+    /// Disks that are served no more, and are being closed.
+    pub(super) detaches: Vec<JoinHandle<Result<()>>>,
     pub(super) sender: mpsc::Sender<Event>,
     events: mpsc::Receiver<Event>,
 }
@@ -78,6 +82,8 @@ pub struct Beginning<'a> {
 
 /// After this time an end no longer waits for all guests before it closes the first disks.
 const DRAINED_SOON: Duration = Duration::from_secs(1);
+/// After that, those that are not drained are waited for all together.
+const DRAINED_LATE: Duration = Duration::from_secs(10);
 
 /// How long an end waits for the last answers on the control socket.
 const LAST_ANSWERS: Duration = Duration::from_millis(500);
@@ -120,6 +126,7 @@ impl Server {
             control_name,
             metrics_detail,
             claims: Claims::default(),
+            detaches: Vec::new(),
             sender,
             events,
         })
@@ -219,28 +226,37 @@ impl Server {
         self.events = mpsc::channel().1;
     }
 
-    /// Waits for a moment until all guests and clients have their answers. When some have not, the disks of the others are closed meanwhile: requests that
-    /// hang in the storage of one disk keep no other disk from being closed.
+    /// Waits until all guests and clients have their answers, but not for ever. When some have not after a moment, each of the other disks is closed as soon as it is
+    /// drained: requests that hang in the storage of one disk keep no other disk from being closed.
     ///
     /// # Errors
     /// The first failure to close a disk.
     fn close_drained(&mut self) -> Result<()> {
-        let end = Instant::now() + DRAINED_SOON;
-        let fronts = &self.fronts;
-        let is_drained = |open: &Open| fronts.connections(&open.names) == 0;
-        while !self.disks.iter().all(is_drained) {
-            if Instant::now() < end {
+        let begun = Instant::now();
+        let mut closings = Vec::new();
+        loop {
+            let is_drained = |open: &Open| self.fronts.connections(&open.names) == 0;
+            let are_all = self.disks.iter().all(is_drained);
+            if (are_all && closings.is_empty()) || self.disks.is_empty() || begun.elapsed() > DRAINED_LATE {
+                break;
+            }
+            let drained: Vec<Open> = match begun.elapsed() > DRAINED_SOON {
+                true => self.disks.extract_if(.., |open| is_drained(open)).collect(),
+                false => Vec::new(),
+            };
+            if drained.is_empty() {
                 std::thread::sleep(Duration::from_millis(1));
                 continue;
             }
-            let drained: Vec<Open> = self.disks.extract_if(.., |open| is_drained(open)).collect();
             let names: Vec<String> = drained.iter().flat_map(|open| open.names.clone()).collect();
             // What shows or serves a disk keeps its files open.
             self.view.show(None);
             self.fronts.leave(&names);
-            return disks::close(&self.engine, drained, Ok(()));
+            // A disk whose storage does not answer is waited for after all others.
+            let engine = self.engine.clone();
+            closings.push(std::thread::spawn(move || disks::close(&engine, drained, Ok(()))));
         }
-        Ok(())
+        closings.into_iter().map(joined).fold(Ok(()), Result::and)
     }
 
     /// Closes the disks, whatever has become of the server: other programs expect to find them closed. Returns `served`,
@@ -249,12 +265,13 @@ impl Server {
     /// # Errors
     /// `served`'s, or the first failure to close a disk.
     pub fn close(self, served: Result<()>) -> Result<()> {
-        let Self { engine, disks, fronts, view, calls, .. } = self;
+        let Self { engine, disks, fronts, view, calls, detaches, .. } = self;
         view.show(None);
         events::end();
         // The fronts share the disks, and a disk's files and its connection to an NBD server end with its last share.
         drop(fronts);
         let closed = disks::close(&engine, disks, served);
+        let closed = detaches.into_iter().map(joined).fold(closed, Result::and);
         engine.shutdown();
         // Who has asked for the end gets an answer before it comes.
         calls.wait_for_none(LAST_ANSWERS);
@@ -267,12 +284,15 @@ impl Server {
             self.listening.extend(self.publish(socket)?);
         }
         let shares = self.share_sockets()?;
+        let is_successor = beginning.inheritance.is_some();
         if let Some(inheritance) = &mut beginning.inheritance {
             inheritance.compare_disks(&self.disks)?;
             // The last thing that may fail: from its answer on, the other server does not go on.
-            disks::keep_shapes(&self.engine, &self.disks, &inheritance.shapes)?;
+            let orders = &inheritance.orders;
+            disks::keep_shapes(&self.engine, &self.disks, &orders.shapes)?;
             let keeps = |open: &Open| !open.has_own_limits;
-            inheritance.limits.restore(&self.engine, &self.disks, &self.opening.groups, keeps)?;
+            orders.limits.restore(&self.engine, &self.disks, &self.opening.groups, keeps)?;
+            KeptPolicy::restore(&orders.policies, self.disks.iter().filter(|open| !open.has_own_policy));
             inheritance.confirm()?;
             self.listening.iter_mut().filter_map(|socket| socket.published.as_mut()).for_each(Published::take);
             self.adopt(std::mem::take(&mut inheritance.connections));
@@ -281,9 +301,16 @@ impl Server {
         if let (Some(start), [open]) = (beginning.xen.take(), &self.disks[..]) {
             self.fronts.set_xen(start(&self.engine, open, self.sender.clone())?);
         }
-        self.listen(shares)?;
+        let listens = self.listen(shares);
         self.show();
-        self.listen_to_callers()
+        match listens.and(self.listen_to_callers()) {
+            // Nobody else has the guests any more.
+            Err(error) if is_successor => {
+                tracing::error!("this server goes on for guests, but not all can reach it: {error}")
+            }
+            done => done?,
+        }
+        Ok(())
     }
 
     /// Starts the control API on the control socket, if there is one, and answers scrapes at the addresses for them.
@@ -328,8 +355,9 @@ impl Server {
 
     /// Has the servers listen on shares of their sockets.
     pub(super) fn listen(&self, shares: Vec<OwnedFd>) -> Result<()> {
-        let mut sockets = self.listening.iter().zip(shares);
-        sockets.try_for_each(|(socket, fd)| self.fronts.listen(&socket.role, fd))
+        // When one fails, the others are heard all the same.
+        let sockets = self.listening.iter().zip(shares);
+        sockets.map(|(socket, fd)| self.fronts.listen(&socket.role, fd)).fold(Ok(()), Result::and)
     }
 
     /// Goes on with guests' connections. A guest that cannot be served is hung up on, and may connect again.
@@ -375,6 +403,7 @@ impl Server {
                 Ok(Event::Revert(call)) => self.begin_revert(call),
                 Ok(Event::InUse(name, ask)) => self.tell_user(&name, ask),
                 Ok(Event::Resized(resized)) => self.end_resize(resized),
+                Ok(Event::Detached(detached)) => self.end_detach(*detached),
                 Ok(Event::WantsRoom(growth)) => self.begin_growth(growth),
                 Ok(Event::RoomMade(growth, outcome)) => self.end_growth(growth, outcome),
                 Ok(Event::Exchanged(name, graph)) => self.note_exchange(&name, &graph),
@@ -465,6 +494,10 @@ impl Server {
                 self.begin_resize(Ok(name), size_bytes, Caller::Call(call));
                 return false;
             }
+            Order::Detach { name, force } => {
+                self.begin_detach(&name, force, call);
+                return false;
+            }
             change => self.change(&change),
         };
         self.show();
@@ -489,4 +522,9 @@ fn tell_ready(is_successor: bool) {
         true => notify(&format!("READY=1\nMAINPID={}", std::process::id())),
         false => notify("READY=1"),
     }
+}
+
+/// What a thread that closes a disk has come to.
+fn joined(closing: JoinHandle<Result<()>>) -> Result<()> {
+    closing.join().unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "the thread that closes a disk has panicked")))
 }

@@ -21,6 +21,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use spile_core::{Disk as _, Error, ErrorKind, Result, ResultExt};
+use spile_engine::{TakesPromised, take_promised};
 use spile_front_vhost::Handover;
 
 use super::control::{Answer, LAYOUT, LAYOUT_OF_LEFT, Link, MAX_FDS, NOT_UNDERSTOOD, Request, unexpected};
@@ -28,6 +29,18 @@ use super::disks::{self as open_disks, Open};
 use super::fronts::{Listening, Role};
 use super::identity::{self, Exported};
 use super::limits::Kept;
+use super::trouble::KeptPolicy;
+
+/// What users have told a server while it ran. A build that does not tell one of them has none of it.
+#[derive(Clone, Default)]
+pub struct Orders {
+    /// The shape of the requests to each export.
+    pub shapes: Vec<(String, String)>,
+    /// The limits of disks and groups.
+    pub limits: Kept,
+    /// The policies for trouble.
+    pub policies: Vec<KeptPolicy>,
+}
 
 /// What a server has that its successor goes on with.
 pub struct Inheritance {
@@ -37,13 +50,13 @@ pub struct Inheritance {
     pub connections: Vec<(String, Handover)>,
     /// The size of each export in bytes; empty when the old server is of a build that does not say it.
     sizes: Vec<(String, u64)>,
-    /// The shape of the requests to each export; empty when the old server is of a build that does not say it.
-    pub shapes: Vec<(String, String)>,
-    /// The limits of its disks and groups; none when the old server is of a build that does not say them.
-    pub limits: Kept,
+    /// What its users had told it.
+    pub orders: Orders,
     /// The disks for which the old server was asked, as their paths named them then.
     asked: Vec<Exported>,
     link: Link,
+    /// The old server's files are promised to this process.
+    _takes: TakesPromised,
 }
 
 impl Inheritance {
@@ -125,12 +138,12 @@ fn ask_once(control: &Path, request: &Request) -> Result<Option<Inheritance>> {
 }
 
 fn receive(mut link: Link) -> Result<Inheritance> {
-    let (mut sockets, mut connections, mut sizes, mut shapes) = (HashMap::new(), Vec::new(), Vec::new(), Vec::new());
-    let mut limits = Kept::default();
+    let (mut sockets, mut connections, mut sizes) = (HashMap::new(), Vec::new(), Vec::new());
+    let mut orders = Orders::default();
     loop {
         match recv_slow(&mut link)? {
-            Some((Answer::Begin { layout, sizes: of_exports, shapes: had, limits: kept }, _)) if layout <= LAYOUT => {
-                (sizes, shapes, limits) = (of_exports, had, kept);
+            Some((Answer::Begin { layout, sizes: of_exports, shapes, limits, policies }, _)) if layout <= LAYOUT => {
+                (sizes, orders) = (of_exports, Orders { shapes, limits, policies });
             }
             Some((Answer::Socket(key), fds)) => {
                 let fd = fds.into_iter().next().ok_or_else(missing)?;
@@ -142,7 +155,15 @@ fn receive(mut link: Link) -> Result<Inheritance> {
                 connections.push((export, Handover { socket, state: *state, fds: fds.collect() }));
             }
             Some((Answer::End, _)) => {
-                return Ok(Inheritance { sockets, connections, sizes, shapes, limits, asked: Vec::new(), link });
+                return Ok(Inheritance {
+                    sockets,
+                    connections,
+                    sizes,
+                    orders,
+                    asked: Vec::new(),
+                    link,
+                    _takes: take_promised(),
+                });
             }
             Some((Answer::Error(what), _)) => return Err(refused(&what)),
             None => return Err(unexpected(None).hint(BROKEN_OFF)),
@@ -228,8 +249,7 @@ pub fn give(
     link: &Link,
     layout: u32,
     sizes: Vec<(String, u64)>,
-    shapes: Vec<(String, String)>,
-    limits: Kept,
+    orders: Orders,
     listening: &[Listening],
     connections: &[(String, Handover)],
 ) -> Result<()> {
@@ -239,7 +259,8 @@ pub fn give(
         return Err(Error::new(ErrorKind::Unsupported, what).hint("try again when nothing waits (`spile ls`)"));
     }
     if layout > 0 {
-        link.send(&Answer::Begin { layout: layout.min(LAYOUT), sizes, shapes, limits }, &[])?;
+        let Orders { shapes, limits, policies } = orders;
+        link.send(&Answer::Begin { layout: layout.min(LAYOUT), sizes, shapes, limits, policies }, &[])?;
     }
     for socket in listening {
         link.send(&Answer::Socket(socket.key.clone()), &[socket.fd.as_fd()])?;
@@ -302,15 +323,15 @@ mod tests {
         let spec = path.display().to_string().parse().unwrap();
         let opening = Opening::new(None, CacheMode::Page, Vec::new()).with_disks(vec![spec]);
         let link = Link::new(UnixStream::pair().unwrap().0).unwrap();
-        let (sockets, connections, sizes, shapes) = (HashMap::new(), Vec::new(), Vec::new(), Vec::new());
+        let (sockets, connections, sizes) = (HashMap::new(), Vec::new(), Vec::new());
         let inheritance = Inheritance {
             sockets,
             connections,
             sizes,
-            shapes,
-            limits: Kept::default(),
+            orders: Orders::default(),
             asked: opening.exported(),
             link,
+            _takes: take_promised(),
         };
         let engine = Engine::start(Config { workers: 1, ..Config::default() }).unwrap();
         let open = || {

@@ -2,9 +2,13 @@
 //! more, and the status that the service manager shows.
 
 use std::sync::Arc;
+use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use spile_engine::OsEnv;
 use spile_node::{News, Policy, Troubles};
+
+use super::disks::Open;
 
 use super::events::{self, GoesOn, Waits, What};
 use crate::notify::notify;
@@ -12,6 +16,41 @@ use crate::notify::notify;
 /// The policy for trouble below the disk of this name.
 pub fn of_disk(name: String, policy: Policy) -> Troubles {
     Troubles::new(policy, Arc::new(OsEnv), Box::new(move |news| tell(&name, news)))
+}
+
+/// The policy of an export, as one server tells it the next.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeptPolicy {
+    export: String,
+    on_error: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pause_at_most_us: Option<u64>,
+}
+
+impl KeptPolicy {
+    /// The policy of each export of `disks` as it is now.
+    pub fn of(disks: &[Open]) -> Vec<Self> {
+        let of = |open: &Open| {
+            let policy = open.disk.troubles()?.policy();
+            let pause_at_most_us = policy.pause_at_most.map(|time| time.as_micros() as u64);
+            let kept = move |export| Self { export, on_error: policy.on_error.to_string(), pause_at_most_us };
+            Some(open.names.clone().into_iter().map(kept))
+        };
+        disks.iter().filter_map(of).flatten().collect()
+    }
+
+    /// Gives each disk its policy of `policies`, if there is one that this build knows.
+    pub fn restore<'a>(policies: &[Self], disks: impl IntoIterator<Item = &'a Open>) {
+        for open in disks {
+            let kept = policies.iter().find(|kept| open.names.contains(&kept.export));
+            if let (Some(troubles), Some(kept)) = (open.disk.troubles(), kept)
+                && let Ok(on_error) = kept.on_error.parse()
+            {
+                let pause_at_most = kept.pause_at_most_us.map(Duration::from_micros);
+                troubles.set_policy(Policy { on_error, pause_at_most });
+            }
+        }
+    }
 }
 
 pub(crate) fn tell(disk: &str, news: &News) {

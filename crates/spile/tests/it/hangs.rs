@@ -82,6 +82,33 @@ fn while_a_disk_grows_on_storage_that_hangs_the_server_answers() {
     assert!(served.terminate().success());
 }
 
+#[test]
+fn while_a_disk_that_hangs_is_detached_the_server_answers() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    two_disks(dir);
+    let served = start(dir, &["a.vhd", "b.vhd"]);
+    write(dir, "a");
+    let client = Client::connect(&nbd(dir, "a")).unwrap();
+    hang(dir, "a.vhd");
+    let flush = thread::spawn(move || client.flush());
+    eventually("a flush hangs", || hangs(dir));
+    let folder = dir.to_owned();
+    let detaching = thread::spawn(move || ok(&folder, &["detach", "c", "--name", "a", "--force"]));
+    let disks = || ask(&dir.join("c"), "GET", "/v1/disks", "").1["disks"].as_array().map(Vec::len);
+    eventually("it is served no more", || disks() == Some(1));
+    let (status, said) = post(dir, "/v1/snapshots", "{\"disks\":[\"b\"],\"name\":\"s\"}");
+    assert_eq!(status, 201, "{said}");
+    assert_eq!(grow(dir, "b", 96 * MIB).0, 200);
+    assert!(!detaching.is_finished(), "it did not hang");
+    let_go(dir);
+    detaching.join().unwrap();
+    let _ = flush.join().unwrap();
+    let (status, said) = post(dir, "/v1/disks", &format!("{{\"disk\":\"{}\"}}", dir.join("a.vhd").display()));
+    assert_eq!(status, 201, "{said}");
+    assert!(served.terminate().success());
+}
+
 /// While `a.vhd` hangs, the server that is to end closes `b.vhd`, and waits for the other one.
 fn closes_the_other_disk(dir: &Path, served: &mut Served) {
     let is_free = |disk: &str| {

@@ -19,10 +19,9 @@ use rustix::process::{Resource, Rlimit};
 use spile::serving::control::{Answer, LAYOUT, Link, Request};
 use spile::serving::fronts::{Listening, Role, key};
 use spile::serving::identity::{Exported, Identity};
-use spile::serving::limits::Kept;
-use spile::serving::takeover::{self, Inheritance, ask};
+use spile::serving::takeover::{self, Inheritance, Orders, ask};
 use spile::uri::Address;
-use spile_core::{ErrorKind, OpenMode};
+use spile_core::OpenMode;
 use spile_lab::GuestQueue;
 use spile_lab::vhost::{Op, STATUS_OK};
 use spile_store::{CacheMode, FileStore};
@@ -300,12 +299,12 @@ fn a_child_that_appears_beside_a_served_disk_ends_no_server() {
     assert!(served.terminate().success());
 }
 
-/// Holds the disk as a successor that has opened it, until the file is dropped.
+/// Holds the disk as a successor that has opened it, until the file is dropped. This process has what was given to the successor.
 fn lock(dir: &Path) -> FileStore {
-    let open = || FileStore::open(&dir.join("d.raw"), OpenMode::ReadWrite, CacheMode::Page);
-    assert_eq!(open().err().map(|error| error.kind()), Some(ErrorKind::Busy), "it is promised to the successor");
-    spile_engine::take_promised();
-    open().expect("the old server has closed the disk")
+    let said = fails(dir, 1, &["resize", "d.raw", "2G"]);
+    assert!(said.contains("in use"), "it is promised to the successor: {said}");
+    FileStore::open(&dir.join("d.raw"), OpenMode::ReadWrite, CacheMode::Page)
+        .expect("the old server has closed the disk")
 }
 
 #[test]
@@ -377,8 +376,7 @@ fn hand_on(dir: &Path, inheritance: &Inheritance) -> Link {
     };
     let listening: Vec<Listening> = sockets.iter().filter_map(share).collect();
     assert_eq!(listening.len(), 2, "all but the control socket, which is another");
-    takeover::give(&link, layout, Vec::new(), Vec::new(), Kept::default(), &listening, &inheritance.connections)
-        .unwrap();
+    takeover::give(&link, layout, Vec::new(), Orders::default(), &listening, &inheritance.connections).unwrap();
     let ready = link.recv::<Answer>().unwrap();
     assert!(matches!(ready, Some((Answer::Done, _))), "the successor is ready");
     link

@@ -16,8 +16,7 @@ use serde_json::Value;
 use spile::serving::control::{Link, Request};
 use spile::serving::fronts::{Listening, Role};
 use spile::serving::identity::{Exported, Identity};
-use spile::serving::limits::Kept;
-use spile::serving::takeover::{self, ask};
+use spile::serving::takeover::{self, Orders, ask};
 
 const ASKS: &str = include_str!("data/takeover-0/asks.jsonl");
 const REFUSES: &str = include_str!("data/takeover-0/refuses.jsonl");
@@ -94,16 +93,8 @@ fn a_server_of_layout_0_hands_over_to_this_build_and_this_build_gives_what_that_
         })
         .collect();
     let (ours, mut theirs) = UnixStream::pair().unwrap();
-    takeover::give(
-        &Link::new(ours).unwrap(),
-        0,
-        Vec::new(),
-        Vec::new(),
-        Kept::default(),
-        &listening,
-        &given.connections,
-    )
-    .unwrap();
+    takeover::give(&Link::new(ours).unwrap(), 0, Vec::new(), Orders::default(), &listening, &given.connections)
+        .unwrap();
     let mut bytes = String::new();
     theirs.read_to_string(&mut bytes).unwrap();
     assert_eq!(bytes, GIVES);

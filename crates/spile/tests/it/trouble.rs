@@ -318,6 +318,31 @@ fn a_takeover_that_fails_loses_neither_what_waits_nor_the_policy() {
 }
 
 #[test]
+fn a_policy_that_was_set_at_run_time_holds_after_a_takeover() {
+    let below = Below::new();
+    let served = below.serve("");
+    let (_device, mut queue) = simple_guest(&below.path("v"));
+    ok(below.dir(), &["on-error", "c", "pause", "--pause-at-most", "90s"]);
+    below.refuse(ENOSPC);
+    submit_write(&mut queue, 0, 0, 5);
+    below.waiting();
+    let served = succeed(below.dir(), &arguments(&below.disk("")), served);
+    below.waiting();
+    let policy = || {
+        let disk = json(below.dir(), &["show", "c"]);
+        (disk["on_error"].clone(), disk["pause_at_most_s"].clone())
+    };
+    assert_eq!(policy(), ("pause".into(), 90.0.into()));
+    below.refuse(0);
+    assert_eq!(error_of(&mut queue), None);
+    assert_reads(&mut queue, 0, 0, 5);
+    // A disk with a policy of its own has that.
+    let served = succeed(below.dir(), &arguments(&below.disk(",on-error=report")), served);
+    assert_eq!(policy().0, "report");
+    end(served);
+}
+
+#[test]
 fn a_client_gets_no_false_answer_when_the_server_ends_or_the_disk_is_detached() {
     for detaches in [false, true] {
         let below = Below::new();

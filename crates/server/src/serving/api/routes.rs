@@ -268,9 +268,11 @@ async fn detach(State(context): State<Context>, Path(name): Path<String>, RawQue
     responses((status = 200, body = DiskDetail), (status = "default", body = Failure)))]
 async fn change(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
     let change: Change = read(body).await?;
+    // What is no shape is refused before anything has changed.
+    let shape = change.shape.as_ref().map(|shape| shape.parse()).transpose()?;
     context.view.set_policy(&name, &change)?;
-    if let Some(shape) = &change.shape {
-        context.view.set_shape(&name, shape.parse()?).await?;
+    if let Some(shape) = shape {
+        context.view.set_shape(&name, shape).await?;
     }
     if let Some(limits) = change.limits {
         context.view.set_limits(&name, limits).await?;

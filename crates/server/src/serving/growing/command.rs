@@ -1,26 +1,33 @@
 //! Runs the command that makes a device longer.
 //!
-//! It is a program with fixed arguments, and no shell looks at them. It sees nothing of the server's environment. It has a process group of
-//! its own, so that its end can be asked of all that it has started.
+//! It is a program with fixed arguments, and no shell looks at them. It sees nothing of the server's environment, and blocks none of the signals that the server
+//! blocks: a command that takes too long is asked to end by one of them. It has a process group of its own, so that its end can be asked of all that it has
+//! started.
 //!
 //! What it says on stderr goes to the log, within bounds. Its stderr is memory and no pipe: when the server ends, or hands its disks over, the command
 //! goes on, and a pipe that nobody reads would end it in the middle of its work.
 
-use std::ffi::OsString;
+use std::ffi::{CStr, CString, OsString};
 use std::fs::File;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::os::unix::fs::FileExt as _;
-use std::os::unix::process::CommandExt as _;
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{MemfdFlags, OFlags, fcntl_setfl, memfd_create};
+use nix::spawn::{PosixSpawnAttr, PosixSpawnFileActions, PosixSpawnFlags, posix_spawn};
+use nix::sys::signal::{SigSet, Signal as NixSignal};
+use rustix::fs::{Access, MemfdFlags, OFlags, access, fcntl_setfl, memfd_create};
 use rustix::io::Errno;
-use rustix::process::{Pid, Signal, kill_process_group, test_kill_process_group};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process_group, test_kill_process_group, waitpid};
 use spile_core::{Error, ErrorKind, Result};
 
-/// Where the command's own programs are found.
-const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+/// All that the command sees of an environment, but for its disk. PATH says where its own programs are found.
+const ENVIRONMENT: [&CStr; 2] = [c"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", c"LC_ALL=C"];
+/// Runs the program that is its first argument in the folder `/`, so that it keeps no file system from being unmounted. The shell looks at nothing but its own words.
+const IN_ROOT: [&CStr; 3] = [c"/bin/sh", c"-c", c"cd / && exec \"$0\" \"$@\""];
 /// How often the command is looked at while it runs.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// How often the rest of a command's processes is looked at while they end.
@@ -50,13 +57,13 @@ impl Run<'_> {
     /// `Io` with the command's last words when it fails; `TimedOut`; the system's when it cannot be started.
     pub fn finish(&self) -> Result<()> {
         let stderr = new_stderr()?;
-        let mut child = self.start(&stderr)?;
+        let child = self.start(&stderr)?;
         let mut words = Words::new(stderr, self.disk);
         let end = Instant::now() + self.timeout;
-        let status = match wait(&mut child, &mut words, end)? {
+        let status = match wait(&child, &mut words, end)? {
             Some(status) => status,
             None => {
-                stop(&mut child, &mut words)?;
+                stop(&child, &mut words)?;
                 let (program, last) = (self.program.display(), words.last_words());
                 let what = format!("{program} has not ended in {:?}, and was ended{last}", self.timeout);
                 return Err(Error::new(ErrorKind::TimedOut, what).hint("a longer time: --grow-timeout"));
@@ -71,12 +78,63 @@ impl Run<'_> {
         }
     }
 
+    /// Starts it. The standard library's way to do that would pass the server's blocked signals on.
     fn start(&self, stderr: &File) -> Result<Child> {
-        let stderr = stderr.try_clone().map_err(|source| Error::io("dup", source))?;
-        let mut command = Command::new(self.program);
-        command.args(&self.arguments).env_clear().env("PATH", PATH).env("LC_ALL", "C").env("SPILE_DISK", self.disk);
-        command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr).process_group(0);
-        command.spawn().map_err(|source| Error::io("run a command", source).at_path(self.program))
+        let failed = |source: std::io::Error| Error::io("run a command", source).at_path(self.program);
+        // The shell would only tell by its exit code.
+        access(self.program, Access::EXEC_OK).map_err(|errno| failed(errno.into()))?;
+        let text = |bytes: Vec<u8>| CString::new(bytes).map_err(|_| failed(std::io::ErrorKind::InvalidInput.into()));
+        let mut arguments = IN_ROOT.map(CStr::to_owned).to_vec();
+        arguments.push(text(self.program.as_os_str().as_bytes().to_vec())?);
+        for argument in &self.arguments {
+            arguments.push(text(argument.clone().into_vec())?);
+        }
+        let mut environment = ENVIRONMENT.map(CStr::to_owned).to_vec();
+        environment.push(text(format!("SPILE_DISK={}", self.disk).into_bytes())?);
+        let nothing = File::options().read(true).write(true).open("/dev/null").map_err(failed)?;
+        let spawn = || -> nix::Result<nix::unistd::Pid> {
+            let mut files = PosixSpawnFileActions::init()?;
+            files.add_dup2(nothing.as_raw_fd(), 0)?;
+            files.add_dup2(nothing.as_raw_fd(), 1)?;
+            files.add_dup2(stderr.as_raw_fd(), 2)?;
+            let mut how = PosixSpawnAttr::init()?;
+            how.set_flags(
+                PosixSpawnFlags::POSIX_SPAWN_SETPGROUP
+                    | PosixSpawnFlags::POSIX_SPAWN_SETSIGMASK
+                    | PosixSpawnFlags::POSIX_SPAWN_SETSIGDEF,
+            )?;
+            how.set_pgroup(nix::unistd::Pid::from_raw(0))?;
+            how.set_sigmask(&SigSet::empty())?;
+            // Rust's programs ignore this one.
+            how.set_sigdefault(&NixSignal::SIGPIPE.into())?;
+            posix_spawn(IN_ROOT[0], &files, &how, &arguments, &environment)
+        };
+        let pid = spawn().map_err(|errno| failed(errno.into()))?;
+        Ok(Child(Pid::from_raw(pid.as_raw()).expect("a process has a number")))
+    }
+}
+
+/// The command, until its end was taken note of.
+struct Child(Pid);
+
+impl Child {
+    /// How it has ended; `None` while it has not.
+    fn try_wait(&self) -> Result<Option<ExitStatus>> {
+        self.ended(WaitOptions::NOHANG)
+    }
+
+    fn wait(&self) -> Result<Option<ExitStatus>> {
+        self.ended(WaitOptions::empty())
+    }
+
+    fn ended(&self, how: WaitOptions) -> Result<Option<ExitStatus>> {
+        loop {
+            match waitpid(Some(self.0), how) {
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(Error::io("wait for a command", errno.into())),
+                Ok(ended) => return Ok(ended.map(|(_, status)| ExitStatus::from_raw(status.as_raw()))),
+            }
+        }
     }
 }
 
@@ -90,9 +148,9 @@ fn new_stderr() -> Result<File> {
 }
 
 /// Waits for the end of the command, for `None` at most until `end`.
-fn wait(child: &mut Child, words: &mut Words<'_>, end: Instant) -> Result<Option<ExitStatus>> {
+fn wait(child: &Child, words: &mut Words<'_>, end: Instant) -> Result<Option<ExitStatus>> {
     loop {
-        let status = child.try_wait().map_err(|source| Error::io("wait for a command", source))?;
+        let status = child.try_wait()?;
         words.hear();
         if status.is_some() || Instant::now() >= end {
             return Ok(status);
@@ -103,16 +161,18 @@ fn wait(child: &mut Child, words: &mut Words<'_>, end: Instant) -> Result<Option
 
 /// Asks the command and all that it has started to end, and ends them when they do not. It returns when all are gone: until then no
 /// other one may run. A shell is gone at once, and the volume manager that it has started may still be at work.
-fn stop(child: &mut Child, words: &mut Words<'_>) -> Result<()> {
-    let (group, end) = (Pid::from_child(child), Instant::now() + END_PATIENCE);
+fn stop(child: &Child, words: &mut Words<'_>) -> Result<()> {
+    let (group, end) = (child.0, Instant::now() + END_PATIENCE);
     let _ = kill_process_group(group, Signal::TERM);
-    wait(child, words, end)?;
+    let has_ended = wait(child, words, end)?.is_some();
     while is_alive(group) && Instant::now() < end {
         std::thread::sleep(LOOK_AT_REST_EVERY);
     }
     if is_alive(group) {
         let _ = kill_process_group(group, Signal::KILL);
-        child.wait().map_err(|source| Error::io("wait for a command", source))?;
+    }
+    if !has_ended {
+        child.wait()?;
     }
     while is_alive(group) {
         std::thread::sleep(LOOK_AT_REST_EVERY);
@@ -258,6 +318,18 @@ mod tests {
         }
     }
 
+    /// A server blocks the signals that end it, in all of its threads.
+    #[test]
+    fn a_command_hears_that_it_is_to_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("ended");
+        SigSet::all().thread_block().unwrap();
+        let script = format!("trap 'echo in order > {}; exit 0' TERM; sleep 1000 & wait", file.display());
+        let error = shell(&script, Duration::from_millis(300)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
+        assert_eq!(std::fs::read_to_string(file).unwrap(), "in order\n");
+    }
+
     #[test]
     fn the_processes_of_a_group_that_run_are_told_from_others() {
         let group = Pid::from_raw(77).unwrap();
@@ -278,11 +350,10 @@ mod tests {
         );
         let arguments = ["-c", &script].map(OsString::from).to_vec();
         let stderr = new_stderr().unwrap();
-        let mut child =
-            Run { program: Path::new("/bin/sh"), arguments, disk: "d", timeout: LONG }.start(&stderr).unwrap();
+        let child = Run { program: Path::new("/bin/sh"), arguments, disk: "d", timeout: LONG }.start(&stderr).unwrap();
         drop(stderr);
         std::fs::write(go, "").unwrap();
-        assert!(child.wait().unwrap().success() && done.exists());
+        assert!(child.wait().unwrap().unwrap().success() && done.exists());
     }
 
     #[test]
