@@ -65,7 +65,7 @@ pub struct Control<D, G, E> {
     pub counters: Arc<DiskCounters>,
     pub trace: Option<Arc<Trace>>,
     pub frontend: String,
-    /// The toolstack's `mode`, as it was when the device began.
+    /// The toolstack's `mode`, as it was when the device began; empty where there was none.
     pub mode: Option<String>,
     pub rings: Vec<Running>,
     pub orders: mpsc::Receiver<Order>,
@@ -150,19 +150,18 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             let what = format!("{} is not a path of domain {}", self.frontend, self.domain);
             return Err(Error::new(ErrorKind::InvalidInput, what));
         }
-        self.mode = self.read_key("mode")?;
-        self.offer.read_only |= !self.mode.as_ref().is_some_and(|mode| mode.contains('w'));
-        if self.is_another()? {
-            return Err(Error::new(
-                ErrorKind::Busy,
-                format!("another image was attached as {}", self.config.backend_path),
-            ));
-        }
+        let mode = self.read_key("mode")?.unwrap_or_default();
+        self.offer.read_only |= !mode.contains('w');
+        self.mode.get_or_insert(mode);
         self.store.watch(&format!("{}/state", self.frontend), "front")?;
         self.store.watch(&self.config.backend_path.clone(), "back")?;
         if !self.rings.is_empty() {
             // Only xenstore was gone: the rings are at work.
             return self.publish_size();
+        }
+        if self.own_state()? == Some(State::Initialising) && self.is_another()? {
+            let what = format!("another image was attached as {} while this one was opened", self.config.backend_path);
+            return Err(Error::new(ErrorKind::Busy, what));
         }
         if self.meet_gate()? { Ok(()) } else { self.take_up() }
     }
@@ -301,6 +300,10 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
             Some(State::Initialised | State::Connected)
                 if own == Some(State::InitWait) && !self.has_failed_flush() && !self.is_shut() =>
             {
+                if self.is_another()? {
+                    self.disconnect();
+                    return Ok(Some(End::Closed));
+                }
                 self.connect_or_close()?;
             }
             _ => {}
@@ -310,9 +313,8 @@ impl<D: Disk, G: Grants, E: EventChannels> Control<D, G, E> {
 
     /// True when the toolstack has made another device at this path: what we have opened is not what the guest is to get.
     fn is_another(&mut self) -> Result<bool> {
-        let now = [self.read_key("params")?, self.read_key("mode")?, self.read_key("frontend")?];
-        let begun = [Some(&self.config.params), self.mode.as_ref(), Some(&self.frontend)];
-        Ok(now.iter().map(Option::as_ref).ne(begun))
+        let (params, mode) = (self.read_key("params")?, self.read_key("mode")?.unwrap_or_default());
+        Ok(params.as_ref() != Some(&self.config.params) || self.mode.as_ref() != Some(&mode))
     }
 
     /// True when the toolstack asks for a pause and may have it. After a failed flush it may not: the data that the

@@ -39,6 +39,13 @@ pub struct ConnectionState {
     log: Option<LogState>,
     has_backend: bool,
     queues: Vec<QueueState>,
+    /// Regions that were removed, in the place of which others may be about to come. Builds before this field start the queues without them.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    missing: usize,
+}
+
+fn is_zero(count: &usize) -> bool {
+    *count == 0
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -118,6 +125,7 @@ impl<D: Disk> Session<D> {
             log: log.map(|log| LogState { file_offset_bytes: log.file_offset_bytes, len_bytes: log.len_bytes() }),
             has_backend,
             queues,
+            missing: self.missing,
         };
         Ok(Handover { socket: duplicate(socket)?, state, fds })
     }
@@ -169,12 +177,14 @@ impl<D: Disk> Session<D> {
             };
             (queue.size, queue.addr, queue.base) = (saved.size, saved.addr, saved.base);
             queue.left = saved.left.into_iter().filter(|head| *head < saved.size).collect();
+            queue.undone = queue.left.len();
             queue.is_enabled = saved.is_enabled;
             queue.is_broken = saved.is_broken;
             queue.kick = event(saved.has_kick)?;
             queue.link.set_call(event(saved.has_call)?);
             queue.err = event(saved.has_err)?;
         }
+        session.missing = state.missing;
         Ok(session)
     }
 }

@@ -343,7 +343,11 @@ impl<D: Disk> Server<D> {
             }
         }
         let open: Vec<_> = lock(&self.shared.connections).all().cloned().collect();
-        if open.iter().any(|connection| lock(&connection.session).is_at_work()) {
+        let is_in_use = |connection: &Arc<Connection<D>>| {
+            let session = lock(&connection.session);
+            session.is_at_work() || session.waits_for_memory()
+        };
+        if open.iter().any(is_in_use) {
             self.let_in();
             let hint = "have its monitor stop it first: a migration of QEMU does so with the capability pause-before-switchover";
             return Err(Error::new(ErrorKind::Busy, "a guest uses the disk").hint(hint));

@@ -57,7 +57,7 @@ pub(crate) struct Session<D> {
     pub(crate) protocol: u64,
     pub(crate) memory: Arc<GuestMemory>,
     /// So many regions were removed and none has come in their place, while the front end may still be about to share one.
-    missing: usize,
+    pub(crate) missing: usize,
     pub(crate) queues: Vec<Vring>,
     pub(crate) inflight: Option<InflightRegion>,
     pub(crate) log: Option<Log>,

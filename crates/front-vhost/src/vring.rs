@@ -47,7 +47,7 @@ pub(crate) struct Vring {
     /// are none here, because that notes them.
     pub(crate) left: Vec<u16>,
     /// While the queue is stopped: the number of chains before `base` that were not answered, because the server ends.
-    undone: usize,
+    pub(crate) undone: usize,
     pub(crate) is_enabled: bool,
     pub(crate) kick: Option<Arc<Event>>,
     pub(crate) err: Option<Arc<Event>>,

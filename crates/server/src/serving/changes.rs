@@ -14,11 +14,19 @@ use super::claims::Claim;
 use super::control::Event;
 use super::disks::{self, Open};
 use super::fronts::{Leaving, Listening, Role};
+use super::identity::Identity;
 use super::jobs::{DiskJob, Held};
 use super::server::Server;
 use super::sockets::{Endpoint, absolute};
 use crate::disks::DiskSpec;
 use crate::uri::Address;
+
+/// A disk that is being detached.
+pub(super) struct Gone {
+    name: String,
+    names: Vec<String>,
+    identity: Identity,
+}
 
 /// What keeps others from changing a disk while it is detached.
 type Holds = (Claim, Option<Held>);
@@ -57,6 +65,10 @@ impl Detaching {
         let Self { engine, open, mut servers, kept, held, call } = self;
         servers.wait();
         let closed = disks::close(&engine, vec![open], Ok(()));
+        if let Err(error) = &closed {
+            // The caller may have gone.
+            tracing::error!("the disk {:?} was detached, and could not be closed: {error}", kept.name);
+        }
         let result = closed.as_ref().map(drop).map_err(Error::duplicate);
         // When the server ends, the failure is its own.
         match events.send(Event::Detached(Box::new(Detached { servers, kept, held, closed, call }))) {
@@ -127,7 +139,17 @@ impl Server {
             let what = format!("a disk named {name:?} is served already");
             return Err(Error::new(ErrorKind::Exists, what).hint("give the new one another name: name=N"));
         }
-        disks::refuse_twice(&self.disks, &self.opening.identity_of(spec))
+        let identity = self.opening.identity_of(spec);
+        let is_it = |gone: &&Gone| {
+            gone.name == name || gone.names.iter().any(|other| other == name) || !identity.goes_with(&gone.identity)
+        };
+        if let Some(gone) = self.detaching.iter().find(is_it) {
+            let what = format!("the disk {:?} is being detached", gone.name);
+            return Err(
+                Error::new(ErrorKind::Busy, what).hint("try again when it is closed: its storage may not answer")
+            );
+        }
+        disks::refuse_twice(&self.disks, &identity)
     }
 
     /// Listens on these sockets as well, and has all NBD sockets find the disks that there are now.
@@ -177,11 +199,15 @@ impl Server {
             Ok((thread, taken)) => {
                 let (open, servers, held) = taken;
                 let kept = self.keep_jobs(&open);
+                // Others end as well only when the disk is closed, which may take long.
+                open.jobs.stop();
+                let (name, names, identity) = (open.name.clone(), open.names.clone(), open.identity.clone());
+                self.detaching.push(Gone { name, names, identity });
                 self.show();
                 let engine = self.engine.clone();
                 let _ = begin.send(Detaching { engine, open, servers, kept, held, call });
-                self.detaches.retain(|thread| !thread.is_finished());
-                self.detaches.push(thread);
+                self.closings.retain(|thread| !thread.is_finished());
+                self.closings.push(thread);
             }
             Err(error) => {
                 self.show();
@@ -194,6 +220,7 @@ impl Server {
     pub(super) fn end_detach(&mut self, detached: Detached) {
         let Detached { servers, kept, held, closed, call } = detached;
         self.fronts.let_go(&servers);
+        self.detaching.retain(|gone| gone.name != kept.name);
         self.tell_ended(&kept);
         drop(held);
         self.show();

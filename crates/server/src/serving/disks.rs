@@ -80,8 +80,8 @@ pub struct Open {
     pub has_own_shape: bool,
     /// True when this server was told the disk's limits or group; else it keeps those that a server before it had given it.
     pub has_own_limits: bool,
-    /// True when this server was told another policy for trouble than the usual one; else it keeps the one that a server before it had.
-    pub has_own_policy: bool,
+    /// Its policy for trouble as the server was started with it. Another one was set by an order.
+    pub first_policy: Policy,
 }
 
 impl Open {
@@ -326,7 +326,7 @@ impl Opening {
             identity: self.identity_of(spec).with_opened(&graph),
             has_own_shape: spec.shape.or(self.shape).is_some(),
             has_own_limits: spec.limits.is_some() || spec.group.is_some(),
-            has_own_policy: spec.on_error.is_some() || spec.policy(self.policy) != Policy::default(),
+            first_policy: spec.policy(self.policy),
             jobs: DiskJobs::new(self.access(), checkpoints.clone()),
             checkpoints,
             growth,

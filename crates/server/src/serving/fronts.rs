@@ -27,7 +27,9 @@ use crate::units::format_size;
 use crate::uri::Address;
 
 /// How long NBD clients may take to accept their last replies.
-const DRAIN_PATIENCE: Duration = Duration::from_secs(30);
+pub(super) const DRAIN_PATIENCE: Duration = Duration::from_secs(30);
+/// How often it is looked whether the clients of one disk have gone from a server that has others, too.
+const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// How long NBD clients may take for that in a takeover, while guests wait.
 const HANDOVER_PATIENCE: Duration = Duration::from_millis(20);
 
@@ -209,25 +211,7 @@ impl Vhost {
 }
 
 /// An NBD server and the exports that it has.
-/// The servers of a disk that is served no more.
-pub struct Leaving {
-    names: Vec<String>,
-    vhost: Vec<Vhost>,
-    nbd: Vec<Nbd>,
-}
-
-impl Leaving {
-    /// Waits until everything is answered. No server keeps the disk open any more then.
-    pub fn wait(&mut self) {
-        self.vhost.drain(..).for_each(|vhost| vhost.server.wait_drained());
-        for nbd in &mut self.nbd {
-            nbd.server.wait_drained(DRAIN_PATIENCE);
-            self.names.iter().for_each(|name| nbd.server.withdraw(name));
-            nbd.names.retain(|name| !self.names.contains(name));
-        }
-    }
-}
-
+#[derive(Clone)]
 struct Nbd {
     server: Arc<NbdServer<ServedDisk>>,
     names: Vec<String>,
@@ -247,6 +231,33 @@ impl Nbd {
     }
 }
 
+/// The servers of a disk that is served no more.
+pub struct Leaving {
+    names: Vec<String>,
+    vhost: Vec<Vhost>,
+    /// NBD servers that end.
+    nbd: Vec<Nbd>,
+    /// NBD servers that end because of other disks, whose storage may hang.
+    shared: Vec<Arc<NbdServer<ServedDisk>>>,
+}
+
+impl Leaving {
+    /// Waits until everything is answered. No server keeps the disk open any more then.
+    pub fn wait(&mut self) {
+        self.vhost.drain(..).for_each(|vhost| vhost.server.wait_drained());
+        for nbd in &self.nbd {
+            nbd.server.wait_drained(DRAIN_PATIENCE);
+            self.names.iter().for_each(|name| nbd.server.withdraw(name));
+        }
+        for server in self.shared.drain(..) {
+            while self.names.iter().any(|name| server.metrics(name).connections > 0) {
+                std::thread::sleep(LOOK_EVERY);
+            }
+            self.names.iter().for_each(|name| server.withdraw(name));
+        }
+    }
+}
+
 /// The back end of a Xen guest's disk, which has no socket: the guest finds it in xenstore.
 pub struct XenFront {
     /// Its path in xenstore.
@@ -262,6 +273,8 @@ pub struct XenFront {
 pub struct Fronts {
     nbd: Nbd,
     former: Vec<Nbd>,
+    /// Those that end because a disk is detached, with the names of their other disks.
+    leaving: Vec<Nbd>,
     /// What NBD servers have counted of each export that are gone: counts never fall while a disk is served.
     counted: BTreeMap<String, FrontReading>,
     vhost: Vec<Vhost>,
@@ -275,7 +288,14 @@ impl Fronts {
     /// `NotFound` when a role names no export; `InvalidInput` when names or counts are not allowed.
     pub fn new(engine: &Engine, disks: &[Open], options: &Options, roles: &[Role]) -> Result<Self> {
         let nbd = Nbd::new(engine, disks, options)?;
-        let mut fronts = Self { nbd, former: Vec::new(), counted: BTreeMap::new(), vhost: Vec::new(), xen: None };
+        let mut fronts = Self {
+            nbd,
+            former: Vec::new(),
+            leaving: Vec::new(),
+            counted: BTreeMap::new(),
+            vhost: Vec::new(),
+            xen: None,
+        };
         roles.iter().try_for_each(|role| fronts.add(engine, disks, options, role))?;
         Ok(fronts)
     }
@@ -336,7 +356,9 @@ impl Fronts {
 
     /// Guests and NBD clients that are connected to a disk with these exports.
     pub fn connections(&self, names: &[String]) -> u64 {
-        let nbd: u64 = self.former.iter().chain([&self.nbd]).map(|nbd| nbd.clients_of(names)).sum();
+        let leaving = self.leaving.iter().flat_map(|nbd| names.iter().map(|name| nbd.server.metrics(name).connections));
+        let nbd = self.former.iter().chain([&self.nbd]).map(|nbd| nbd.clients_of(names));
+        let nbd: u64 = nbd.chain(leaving).sum();
         let vhost = self.vhost.iter().filter(|vhost| names.contains(&vhost.export));
         nbd + vhost.map(|vhost| vhost.server.connections() as u64).sum::<u64>()
     }
@@ -368,12 +390,39 @@ impl Fronts {
             nbd.names.retain(|name| !names.contains(name));
         }
         self.counted.retain(|name, _| !names.contains(name));
-        Leaving { names: names.to_vec(), vhost, nbd }
+        let has_it = |nbd: &&mut Nbd| nbd.names.iter().any(|name| names.contains(name));
+        let shared = self.leaving.iter_mut().filter(has_it).map(|nbd| {
+            nbd.names.retain(|name| !names.contains(name));
+            nbd.server.clone()
+        });
+        let shared = shared.collect();
+        self.leaving.extend(nbd.iter().cloned().map(|mut nbd| {
+            nbd.names.retain(|name| !names.contains(name));
+            nbd
+        }));
+        Leaving { names: names.to_vec(), vhost, nbd, shared }
     }
 
     /// Keeps what servers have counted, of disks that are still served, that have come to their end.
     pub fn let_go(&mut self, leaving: &Leaving) {
-        leaving.nbd.iter().for_each(|nbd| self.keep_counts(nbd));
+        for ended in &leaving.nbd {
+            let is_it = |nbd: &mut Nbd| Arc::ptr_eq(&nbd.server, &ended.server);
+            let kept: Vec<Nbd> = self.leaving.extract_if(.., is_it).collect();
+            kept.iter().for_each(|nbd| self.keep_counts(nbd));
+        }
+    }
+
+    /// Hangs up on all NBD clients. Requests in flight come to their end.
+    pub fn hang_up(&self) {
+        let is_slow = |server: &&NbdServer<ServedDisk>| !server.wait_drained_within(Duration::ZERO, Duration::ZERO);
+        if self.nbd_servers().filter(is_slow).count() > 0 {
+            tracing::warn!("hung up on clients that did not take their replies");
+        }
+    }
+
+    /// All NBD servers that may have clients.
+    fn all_nbd(&self) -> impl Iterator<Item = &Nbd> {
+        [&self.nbd].into_iter().chain(&self.former).chain(&self.leaving)
     }
 
     fn vhost(&self, export: &str) -> Option<&Arc<VhostServer<ServedDisk>>> {
@@ -384,7 +433,7 @@ impl Fronts {
     pub fn meters(&self, names: &[String]) -> Vec<(FrontName, ReadMeter)> {
         let mut meters: Vec<(FrontName, ReadMeter)> = Vec::new();
         for name in self.nbd.names.iter().filter(|name| names.contains(name)) {
-            let nbd = [&self.nbd].into_iter().chain(&self.former).filter(|nbd| nbd.names.contains(name));
+            let nbd = self.all_nbd().filter(|nbd| nbd.names.contains(name));
             let servers: Vec<_> = nbd.map(|nbd| nbd.server.clone()).collect();
             let (own, before) = (name.clone(), self.counted.get(name).cloned().unwrap_or_default());
             let read = move |breakdown| {
@@ -408,8 +457,7 @@ impl Fronts {
         let machines = self.vhost.iter().filter(|vhost| names.contains(&vhost.export));
         let mut guests: Vec<Arc<dyn Door>> = machines.map(|vhost| vhost.server.clone() as Arc<dyn Door>).collect();
         guests.extend(self.xen.iter().map(|xen| Arc::new(xen.device.gate()) as Arc<dyn Door>));
-        let servers = [&self.nbd].into_iter().chain(&self.former);
-        let clients = servers.flat_map(|nbd| {
+        let clients = self.all_nbd().flat_map(|nbd| {
             let its_names = nbd.names.iter().filter(|name| names.contains(name));
             its_names.map(|name| (nbd.server.clone(), name.clone()))
         });
@@ -420,7 +468,7 @@ impl Fronts {
     /// What is kept of the requests to a disk with these exports: by front and export.
     pub fn spans(&self, names: &[String]) -> Vec<(FrontName, ReadSpans)> {
         let mut all: Vec<(FrontName, ReadSpans)> = Vec::new();
-        for nbd in [&self.nbd].into_iter().chain(&self.former) {
+        for nbd in self.all_nbd() {
             for name in nbd.names.iter().filter(|name| names.contains(name)) {
                 let (front, server, name) = (front("nbd", Some(name)), nbd.server.clone(), name.to_owned());
                 all.push((front, Arc::new(move || server.spans(&name))));

@@ -9,7 +9,7 @@
 
 use std::fmt::Display;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -23,12 +23,13 @@ use super::api::http::{self, Answering};
 use super::api::text;
 use super::api::view::{DiskView, View, no_disk};
 use super::api::{Call, Context, Order, router};
+use super::changes::Gone;
 use super::claims::Claims;
 use super::control::{Event, LineRequest, Request};
 use super::disks::{self, Open, Opening, find};
 use super::events;
 use super::failed_syncs::FailedSync;
-use super::fronts::{self, Fronts, Listening, Options, Role, Socket, XenFront};
+use super::fronts::{self, DRAIN_PATIENCE, Fronts, Listening, Options, Role, Socket, XenFront};
 use super::jobs::stop_within;
 use super::limits;
 use super::metrics::{self, Detail, Exporter, Source};
@@ -60,8 +61,10 @@ pub struct Server {
     metrics_detail: Detail,
     /// Who changes which disk's images.
     pub(super) claims: Claims,
-    /// Disks that are served no more, and are being closed.
-    pub(super) detaches: Vec<JoinHandle<Result<()>>>,
+    /// Threads that close disks which are served no more.
+    pub(super) closings: Vec<JoinHandle<Result<()>>>,
+    /// Disks that are being detached: nobody serves them again before they are closed.
+    pub(super) detaching: Vec<Gone>,
     pub(super) sender: mpsc::Sender<Event>,
     events: mpsc::Receiver<Event>,
 }
@@ -82,8 +85,6 @@ pub struct Beginning<'a> {
 
 /// After this time an end no longer waits for all guests before it closes the first disks.
 const DRAINED_SOON: Duration = Duration::from_secs(1);
-/// After that, those that are not drained are waited for all together.
-const DRAINED_LATE: Duration = Duration::from_secs(10);
 
 /// How long an end waits for the last answers on the control socket.
 const LAST_ANSWERS: Duration = Duration::from_millis(500);
@@ -126,7 +127,8 @@ impl Server {
             control_name,
             metrics_detail,
             claims: Claims::default(),
-            detaches: Vec::new(),
+            closings: Vec::new(),
+            detaching: Vec::new(),
             sender,
             events,
         })
@@ -215,9 +217,9 @@ impl Server {
         disks::leave_waiting(&self.disks);
         // Nobody answers there any more, and a second signal shall leave no name behind.
         self.listening.clear();
-        let closed = self.close_drained();
+        self.close_drained();
         let xen = self.fronts.wait_drained();
-        served.and(closed).and(xen)
+        served.map(drop).and(xen)
     }
 
     /// Whoever sends an event from now on learns that the server ends. One that waited may hold the graph of a disk, whose files, and whose
@@ -226,37 +228,49 @@ impl Server {
         self.events = mpsc::channel().1;
     }
 
-    /// Waits until all guests and clients have their answers, but not for ever. When some have not after a moment, each of the other disks is closed as soon as it is
+    /// Waits until all guests and clients have their answers. When some have not after a moment, each of the other disks is closed as soon as it is
     /// drained: requests that hang in the storage of one disk keep no other disk from being closed.
-    ///
-    /// # Errors
-    /// The first failure to close a disk.
-    fn close_drained(&mut self) -> Result<()> {
+    fn close_drained(&mut self) {
         let begun = Instant::now();
-        let mut closings = Vec::new();
+        let mut patience = Some(DRAIN_PATIENCE);
         loop {
             let is_drained = |open: &Open| self.fronts.connections(&open.names) == 0;
-            let are_all = self.disks.iter().all(is_drained);
-            if (are_all && closings.is_empty()) || self.disks.is_empty() || begun.elapsed() > DRAINED_LATE {
-                break;
+            if self.disks.iter().all(is_drained) {
+                return;
             }
-            let drained: Vec<Open> = match begun.elapsed() > DRAINED_SOON {
-                true => self.disks.extract_if(.., |open| is_drained(open)).collect(),
-                false => Vec::new(),
-            };
-            if drained.is_empty() {
+            if begun.elapsed() < DRAINED_SOON {
                 std::thread::sleep(Duration::from_millis(1));
+                continue;
+            }
+            if patience.is_some_and(|patience| begun.elapsed() > patience) {
+                patience = None;
+                self.fronts.hang_up();
+                continue;
+            }
+            let drained: Vec<Open> = self.disks.extract_if(.., |open| is_drained(open)).collect();
+            if drained.is_empty() {
+                std::thread::sleep(Duration::from_millis(10));
                 continue;
             }
             let names: Vec<String> = drained.iter().flat_map(|open| open.names.clone()).collect();
             // What shows or serves a disk keeps its files open.
             self.view.show(None);
             self.fronts.leave(&names);
-            // A disk whose storage does not answer is waited for after all others.
-            let engine = self.engine.clone();
-            closings.push(std::thread::spawn(move || disks::close(&engine, drained, Ok(()))));
+            self.close_beside(drained);
         }
-        closings.into_iter().map(joined).fold(Ok(()), Result::and)
+    }
+
+    /// Closes these disks on a thread, which [`Server::close`] waits for: their storage may not answer.
+    fn close_beside(&mut self, drained: Vec<Open>) {
+        let (engine, drained) = (self.engine.clone(), Arc::new(Mutex::new(Some(drained))));
+        let theirs = drained.clone();
+        let taken = |drained: &Mutex<Option<Vec<Open>>>| drained.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let close = move || disks::close(&engine, taken(&theirs).unwrap_or_default(), Ok(()));
+        match std::thread::Builder::new().name("spile-close".to_owned()).spawn(close) {
+            Ok(thread) => self.closings.push(thread),
+            // They are closed after all others.
+            Err(_) => self.disks.extend(taken(&drained).unwrap_or_default()),
+        }
     }
 
     /// Closes the disks, whatever has become of the server: other programs expect to find them closed. Returns `served`,
@@ -265,13 +279,13 @@ impl Server {
     /// # Errors
     /// `served`'s, or the first failure to close a disk.
     pub fn close(self, served: Result<()>) -> Result<()> {
-        let Self { engine, disks, fronts, view, calls, detaches, .. } = self;
+        let Self { engine, disks, fronts, view, calls, closings, .. } = self;
         view.show(None);
         events::end();
         // The fronts share the disks, and a disk's files and its connection to an NBD server end with its last share.
         drop(fronts);
         let closed = disks::close(&engine, disks, served);
-        let closed = detaches.into_iter().map(joined).fold(closed, Result::and);
+        let closed = closings.into_iter().map(joined).fold(closed, Result::and);
         engine.shutdown();
         // Who has asked for the end gets an answer before it comes.
         calls.wait_for_none(LAST_ANSWERS);
@@ -292,7 +306,7 @@ impl Server {
             disks::keep_shapes(&self.engine, &self.disks, &orders.shapes)?;
             let keeps = |open: &Open| !open.has_own_limits;
             orders.limits.restore(&self.engine, &self.disks, &self.opening.groups, keeps)?;
-            KeptPolicy::restore(&orders.policies, self.disks.iter().filter(|open| !open.has_own_policy));
+            KeptPolicy::restore(&orders.policies, &self.disks);
             inheritance.confirm()?;
             self.listening.iter_mut().filter_map(|socket| socket.published.as_mut()).for_each(Published::take);
             self.adopt(std::mem::take(&mut inheritance.connections));

@@ -18,7 +18,7 @@ pub fn of_disk(name: String, policy: Policy) -> Troubles {
     Troubles::new(policy, Arc::new(OsEnv), Box::new(move |news| tell(&name, news)))
 }
 
-/// The policy of an export, as one server tells it the next.
+/// The policy of an export that was set by an order, as one server tells it the next.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeptPolicy {
     export: String,
@@ -28,10 +28,10 @@ pub struct KeptPolicy {
 }
 
 impl KeptPolicy {
-    /// The policy of each export of `disks` as it is now.
+    /// The policy of each export of `disks`, if it is another one than the server was started with.
     pub fn of(disks: &[Open]) -> Vec<Self> {
         let of = |open: &Open| {
-            let policy = open.disk.troubles()?.policy();
+            let policy = Some(open.disk.troubles()?.policy()).filter(|policy| *policy != open.first_policy)?;
             let pause_at_most_us = policy.pause_at_most.map(|time| time.as_micros() as u64);
             let kept = move |export| Self { export, on_error: policy.on_error.to_string(), pause_at_most_us };
             Some(open.names.clone().into_iter().map(kept))

@@ -26,8 +26,8 @@ use crate::units::parse_duration;
 ///
 /// It concerns trouble that may pass: no space, an I/O error, a time-out, a lost path. With `report` the guest gets the error; with
 /// `pause` the request waits and is tried again until it succeeds, and the guest sees latency and no error. Requests that wait
-/// already obey the new order, too. It holds until the server ends; a server that takes over keeps it, unless it is given another policy
-/// than `report` itself. `spile serve --on-error` says it from the start.
+/// already obey the new order, too. It holds until the server ends; a server that takes over keeps it, whatever
+/// it is started with. `spile serve --on-error` says it from the start.
 #[derive(Debug, Args)]
 pub struct OnErrorArgs {
     #[command(flatten)]

@@ -100,6 +100,11 @@ fn while_a_disk_that_hangs_is_detached_the_server_answers() {
     let (status, said) = post(dir, "/v1/snapshots", "{\"disks\":[\"b\"],\"name\":\"s\"}");
     assert_eq!(status, 201, "{said}");
     assert_eq!(grow(dir, "b", 96 * MIB).0, 200);
+    // Nobody gets it before it is closed, whatever its name.
+    for disk in ["a.vhd", "a.vhd,name=other"] {
+        let (status, said) = post(dir, "/v1/disks", &format!("{{\"disk\":\"{}\"}}", dir.join(disk).display()));
+        assert!(status >= 400 && said.to_string().contains("is being detached"), "{said}");
+    }
     assert!(!detaching.is_finished(), "it did not hang");
     let_go(dir);
     detaching.join().unwrap();

@@ -336,8 +336,14 @@ fn a_policy_that_was_set_at_run_time_holds_after_a_takeover() {
     below.refuse(0);
     assert_eq!(error_of(&mut queue), None);
     assert_reads(&mut queue, 0, 0, 5);
-    // A disk with a policy of its own has that.
+    // The order holds on, whatever the next servers are started with, until there is another one.
     let served = succeed(below.dir(), &arguments(&below.disk(",on-error=report")), served);
+    assert_eq!(policy(), ("pause".into(), 90.0.into()));
+    ok(below.dir(), &["on-error", "c", "report", "--pause-at-most", "0"]);
+    let served = succeed(below.dir(), &arguments(&below.disk(",on-error=pause")), served);
+    assert_eq!(policy().0, "pause", "what was said is what it was started with");
+    ok(below.dir(), &["on-error", "c", "report"]);
+    let served = succeed(below.dir(), &arguments(&below.disk(",on-error=pause")), served);
     assert_eq!(policy().0, "report");
     end(served);
 }

@@ -27,7 +27,7 @@ use spile_core::{Error, ErrorKind, Result};
 /// All that the command sees of an environment, but for its disk. PATH says where its own programs are found.
 const ENVIRONMENT: [&CStr; 2] = [c"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", c"LC_ALL=C"];
 /// Runs the program that is its first argument in the folder `/`, so that it keeps no file system from being unmounted. The shell looks at nothing but its own words.
-const IN_ROOT: [&CStr; 3] = [c"/bin/sh", c"-c", c"cd / && exec \"$0\" \"$@\""];
+const IN_ROOT: [&CStr; 3] = [c"/bin/sh", c"-c", c"cd / && unset OLDPWD && exec \"$0\" \"$@\""];
 /// How often the command is looked at while it runs.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// How often the rest of a command's processes is looked at while they end.
