@@ -199,7 +199,7 @@ impl Server {
             Ok((thread, taken)) => {
                 let (open, servers, held) = taken;
                 let kept = self.keep_jobs(&open);
-                // Others end as well only when the disk is closed, which may take long.
+                // To close the disk ends them, too, but only after its last request, which may hang.
                 open.jobs.stop();
                 let (name, names, identity) = (open.name.clone(), open.names.clone(), open.identity.clone());
                 self.detaching.push(Gone { name, names, identity });
