@@ -18,7 +18,7 @@ const UNLOCK_WAIT: Duration = Duration::from_secs(10);
 
 /// The file systems of which it is known that this kernel alone keeps their locks (linux/magic.h): ext2 to ext4, XFS, Btrfs, tmpfs
 /// (also the one with the block devices), F2FS, ZFS.
-const LOCAL: [i64; 6] = [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, 0xf2f5_2010, 0x2fc1_2fc1];
+pub const LOCAL_FILE_SYSTEMS: [i64; 6] = [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, 0xf2f5_2010, 0x2fc1_2fc1];
 
 /// A descriptor. When a worker drops it, a helper thread closes it; any other thread closes it at once.
 pub(crate) struct FileFd {
@@ -40,7 +40,7 @@ impl FileFd {
         // A server that is gone cannot tell what the file is.
         let key = rustix::fs::fstat(&fd).map_or(LaneKey::UNKNOWN, |stat| LaneKey::of_file(&stat));
         let lane = Some(FilePool::shared().lane(&key));
-        let unlocks_at_once = rustix::fs::fstatfs(&fd).is_ok_and(|found| LOCAL.contains(&found.f_type));
+        let unlocks_at_once = rustix::fs::fstatfs(&fd).is_ok_and(|found| LOCAL_FILE_SYSTEMS.contains(&found.f_type));
         Self { fd: Some(fd), lane, unlocks_at_once }
     }
 }

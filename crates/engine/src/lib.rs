@@ -43,7 +43,7 @@ mod worker;
 
 pub use align::{DirectAlign, find as direct_align};
 pub use blocking::run_blocking;
-pub use closing::{FileKey, wait_for_unlocks};
+pub use closing::{FileKey, LOCAL_FILE_SYSTEMS, wait_for_unlocks};
 pub use config::{Config, EngineKind};
 pub use engine::Engine;
 pub use env::OsEnv;

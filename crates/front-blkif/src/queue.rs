@@ -429,9 +429,8 @@ impl<G: Grants> GuestRing for RingTask<G> {
 
     /// Requests that were taken are done even when the ring is to stop, unless they wait for a barrier that failed or may not begin.
     fn may_pop(&self) -> bool {
-        let is_barrier = |next: &Request| next.command == Command::Barrier;
-        let waits_for_barrier =
-            self.has_barrier || (self.has_undone && self.waiting.front().is_some_and(|next| is_barrier(next)));
+        let is_barrier_next = self.waiting.front().is_some_and(|next| next.command == Command::Barrier);
+        let waits_for_barrier = self.has_barrier || (self.has_undone && is_barrier_next);
         let is_stuck = waits_for_barrier && self.in_flight == 0;
         self.takes_new() || !self.ready.is_empty() || (!self.waiting.is_empty() && !is_stuck)
     }

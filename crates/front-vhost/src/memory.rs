@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use rustix::fs::{FileType, fstat, fstatfs};
 use spile_core::{Error, ErrorKind, Result, Segment, Segments};
+use spile_engine::LOCAL_FILE_SYSTEMS;
 
 use crate::wire::RegionInfo;
 
@@ -17,10 +18,9 @@ pub const MAX_GUEST_BYTES: u64 = 4 << 40;
 /// The most regions a guest's memory may have: QEMU's own limit is 509.
 pub const MAX_SLOTS: u64 = 512;
 
-/// The file systems whose files are mapped (linux/magic.h): memory (tmpfs, ramfs, hugetlbfs) and local ones, ext2 to ext4, XFS, Btrfs, F2FS and
-/// ZFS. On others, FUSE and what lies above it above all, another program or host decides how long an access to mapped memory takes, and a worker would wait for it.
-const MAPPED: [i64; 8] =
-    [0x0102_1994, 0x8584_58f6, 0x9584_58f6, 0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0x2fc1_2fc1];
+/// Memory whose files are mapped beside those of [`LOCAL_FILE_SYSTEMS`] (linux/magic.h): ramfs and hugetlbfs. On others, FUSE and what lies above it above
+/// all, another program or host decides how long an access to mapped memory takes, and a worker would wait for it.
+const MEMORY: [i64; 2] = [0x8584_58f6, 0x9584_58f6];
 
 /// Maps a part of a file that the front end shares.
 ///
@@ -32,7 +32,7 @@ pub fn map_file(what: &str, file: &OwnedFd, offset_bytes: u64, len_bytes: u64) -
     };
     let kind = FileType::from_raw_mode(fstat(file).map_err(|errno| failed(errno.into()))?.st_mode);
     let system = fstatfs(file).map_err(|errno| failed(errno.into()))?.f_type;
-    if kind != FileType::RegularFile || !MAPPED.contains(&system) {
+    if kind != FileType::RegularFile || !(MEMORY.contains(&system) || LOCAL_FILE_SYSTEMS.contains(&system)) {
         let problem = format!(
             "the file for {what} is neither memory (memfd, hugetlbfs, tmpfs) nor a plain file on a local file system"
         );

@@ -16,7 +16,7 @@ use super::disks::{self, Open};
 use super::fronts::{Leaving, Listening, Role};
 use super::identity::Identity;
 use super::jobs::{DiskJob, Held};
-use super::server::Server;
+use super::server::{Closer, Server};
 use super::sockets::{Endpoint, absolute};
 use crate::disks::DiskSpec;
 use crate::uri::Address;
@@ -187,17 +187,11 @@ impl Server {
     /// Begins to serve a disk no more. The caller is answered when it is closed: a thread waits for that, so a disk whose storage hangs holds up none of the
     /// others.
     pub(super) fn begin_detach(&mut self, name: &str, force: bool, call: Call) {
-        let (begin, begun) = mpsc::channel::<Detaching>();
         let events = self.sender.clone();
         // Before anything is taken away, because there may be no thread.
-        let thread = std::thread::Builder::new().name("spile-detach".to_owned()).spawn(move || match begun.recv() {
-            Ok(detaching) => detaching.finish(&events),
-            Err(mpsc::RecvError) => Ok(()),
-        });
-        let thread = thread.map_err(|source| Error::io("start a thread to close a disk", source));
-        match thread.and_then(|thread| Ok((thread, self.detach(name, force)?))) {
-            Ok((thread, taken)) => {
-                let (open, servers, held) = taken;
+        let closer = Closer::start("spile-detach", move |detaching: Detaching| detaching.finish(&events));
+        match closer.and_then(|closer| Ok((closer, self.detach(name, force)?))) {
+            Ok((closer, (open, servers, held))) => {
                 let kept = self.keep_jobs(&open);
                 // To close the disk ends them, too, but only after its last request, which may hang.
                 open.jobs.stop();
@@ -205,9 +199,8 @@ impl Server {
                 self.detaching.push(Gone { name, names, identity });
                 self.show();
                 let engine = self.engine.clone();
-                let _ = begin.send(Detaching { engine, open, servers, kept, held, call });
                 self.closings.retain(|thread| !thread.is_finished());
-                self.closings.push(thread);
+                self.closings.push(closer.give(Detaching { engine, open, servers, kept, held, call }));
             }
             Err(error) => {
                 self.show();
@@ -232,12 +225,8 @@ impl Server {
         self.refuse_for_xen()?;
         let names = self.named(name)?.names.clone();
         let claim = self.claims.take(&[name.to_owned()], "a detach")?;
-        let mut held = None;
-        if !force {
-            let jobs = &self.named(name)?.jobs;
-            jobs.refuse_detach(name)?;
-            held = Some(jobs.hold_for_detach()?);
-        }
+        let jobs = &self.named(name)?.jobs;
+        let held = if force { None } else { Some(jobs.hold_for_detach(name)?) };
         let at = self.disks.iter().position(|open| open.name == name).unwrap_or_default();
         // New NBD clients must not find it before those that are there are counted.
         let open = self.disks.remove(at);

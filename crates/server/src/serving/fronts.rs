@@ -223,11 +223,25 @@ impl Nbd {
         Ok(Self { server: Arc::new(server), names: disks.iter().flat_map(|open| open.names.clone()).collect() })
     }
 
+    /// Clients that have chosen one of these exports.
+    fn clients_with<'a>(&self, names: impl IntoIterator<Item = &'a String>) -> u64 {
+        names.into_iter().map(|name| self.server.metrics(name).connections).sum()
+    }
+
     /// Clients that have one of these exports, or may still choose it.
     fn clients_of(&self, names: &[String]) -> u64 {
         let others = self.names.iter().filter(|name| !names.contains(name));
-        let of_others: u64 = others.map(|name| self.server.metrics(name).connections).sum();
-        (self.server.connections() as u64).saturating_sub(of_others)
+        (self.server.connections() as u64).saturating_sub(self.clients_with(others))
+    }
+
+    /// Lets go of the disk of these exports.
+    fn withdraw(&self, names: &[String]) {
+        names.iter().for_each(|name| self.server.withdraw(name));
+    }
+
+    /// Counts for these exports no more: they are another one's affair.
+    fn forget(&mut self, names: &[String]) {
+        self.names.retain(|name| !names.contains(name));
     }
 }
 
@@ -238,7 +252,7 @@ pub struct Leaving {
     /// NBD servers that end.
     nbd: Vec<Nbd>,
     /// NBD servers that end because of other disks, whose storage may hang.
-    shared: Vec<Arc<NbdServer<ServedDisk>>>,
+    shared: Vec<Nbd>,
 }
 
 impl Leaving {
@@ -247,13 +261,13 @@ impl Leaving {
         self.vhost.drain(..).for_each(|vhost| vhost.server.wait_drained());
         for nbd in &self.nbd {
             nbd.server.wait_drained(DRAIN_PATIENCE);
-            self.names.iter().for_each(|name| nbd.server.withdraw(name));
+            nbd.withdraw(&self.names);
         }
-        for server in self.shared.drain(..) {
-            while self.names.iter().any(|name| server.metrics(name).connections > 0) {
+        for nbd in self.shared.drain(..) {
+            while nbd.clients_with(&self.names) > 0 {
                 std::thread::sleep(LOOK_EVERY);
             }
-            self.names.iter().for_each(|name| server.withdraw(name));
+            nbd.withdraw(&self.names);
         }
     }
 }
@@ -356,7 +370,7 @@ impl Fronts {
 
     /// Guests and NBD clients that are connected to a disk with these exports.
     pub fn connections(&self, names: &[String]) -> u64 {
-        let leaving = self.leaving.iter().flat_map(|nbd| names.iter().map(|name| nbd.server.metrics(name).connections));
+        let leaving = self.leaving.iter().map(|nbd| nbd.clients_with(names));
         let nbd = self.former.iter().chain([&self.nbd]).map(|nbd| nbd.clients_of(names));
         let nbd: u64 = nbd.chain(leaving).sum();
         let vhost = self.vhost.iter().filter(|vhost| names.contains(&vhost.export));
@@ -366,7 +380,7 @@ impl Fronts {
     /// Keeps the disks of these exports open no more, which have no guest and no client any more. Nobody listens by now.
     pub fn leave(&mut self, names: &[String]) {
         self.end(names);
-        names.iter().for_each(|name| self.nbd.server.withdraw(name));
+        self.nbd.withdraw(names);
     }
 
     /// Serves a disk with these exports no more, whoever is connected to it: what is in flight is answered, then its guests are
@@ -386,20 +400,14 @@ impl Fronts {
         nbd.iter().for_each(|nbd| nbd.server.stop());
         // Those that are left have no client of it, and must not keep it open. Its counts end with it: another disk may get its name.
         for nbd in &mut self.former {
-            names.iter().for_each(|name| nbd.server.withdraw(name));
-            nbd.names.retain(|name| !names.contains(name));
+            nbd.withdraw(names);
+            nbd.forget(names);
         }
         self.counted.retain(|name, _| !names.contains(name));
         let has_it = |nbd: &&mut Nbd| nbd.names.iter().any(|name| names.contains(name));
-        let shared = self.leaving.iter_mut().filter(has_it).map(|nbd| {
-            nbd.names.retain(|name| !names.contains(name));
-            nbd.server.clone()
-        });
-        let shared = shared.collect();
-        self.leaving.extend(nbd.iter().cloned().map(|mut nbd| {
-            nbd.names.retain(|name| !names.contains(name));
-            nbd
-        }));
+        let shared = self.leaving.iter_mut().filter(has_it).map(|nbd| nbd.clone()).collect();
+        self.leaving.extend(nbd.iter().cloned());
+        self.leaving.iter_mut().for_each(|nbd| nbd.forget(names));
         Leaving { names: names.to_vec(), vhost, nbd, shared }
     }
 

@@ -190,15 +190,13 @@ impl DiskJobs {
         new: &NewJob,
     ) -> Result<Arc<DiskJob>> {
         let Some(graph) = disk.graph_now() else { return Err(just_exchanged()) };
-        let planned = match new.kind.as_str() {
-            "move" => Err(graph.handles()[0].path().to_owned()),
-            _ => Ok(plan(&graph, new)),
-        };
+        let leaf = graph.handles()[0].path().to_owned();
+        let planned = (new.kind != "move").then(|| plan(&graph, new));
         drop(graph);
         let planned = match planned {
-            Ok(planned) => planned,
-            // It looks at folders, whose file system may not answer.
-            Err(leaf) => {
+            Some(planned) => planned,
+            // A move looks at folders, whose file system may not answer.
+            None => {
                 let new = new.clone();
                 let planned = tokio::task::spawn_blocking(move || plan_move(&leaf, &new)).await;
                 planned.map_err(|_| Error::new(ErrorKind::Shutdown, "the server ends"))?.map(Plan::Move)
@@ -242,11 +240,7 @@ impl DiskJobs {
         Err(Error::new(ErrorKind::Busy, what).hint(hint))
     }
 
-    /// Refuses to detach the disk, which is called `name`, while it has a job.
-    ///
-    /// # Errors
-    /// `Busy`, naming the job.
-    pub fn refuse_detach(&self, name: &str) -> Result<()> {
+    fn refuse_detach(&self, name: &str) -> Result<()> {
         let state = self.state();
         let Some(job) = state.open().next() else { return Ok(()) };
         let what = format!("the disk {name:?} has a job, {}: a {}", job.id, job.what.kind());
@@ -417,11 +411,12 @@ impl DiskJobs {
         self.state().held_for == Some(REVERT)
     }
 
-    /// Keeps jobs away while the disk is detached.
+    /// Keeps jobs away while the disk, which is called `name`, is detached.
     ///
     /// # Errors
-    /// `Busy` while the disk has a job, or something else changes its images.
-    pub fn hold_for_detach(self: &Arc<Self>) -> Result<Held> {
+    /// `Busy` while the disk has a job, naming it, or something else changes its images.
+    pub fn hold_for_detach(self: &Arc<Self>, name: &str) -> Result<Held> {
+        self.refuse_detach(name)?;
         self.hold_beside("a detach", |_| false)
     }
 

@@ -9,7 +9,7 @@
 
 use std::fmt::Display;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -232,7 +232,7 @@ impl Server {
     /// drained: requests that hang in the storage of one disk keep no other disk from being closed.
     fn close_drained(&mut self) {
         let begun = Instant::now();
-        let mut patience = Some(DRAIN_PATIENCE);
+        let mut are_hung_up = false;
         loop {
             let is_drained = |open: &Open| self.fronts.connections(&open.names) == 0;
             if self.disks.iter().all(is_drained) {
@@ -242,8 +242,8 @@ impl Server {
                 std::thread::sleep(Duration::from_millis(1));
                 continue;
             }
-            if patience.is_some_and(|patience| begun.elapsed() > patience) {
-                patience = None;
+            if begun.elapsed() > DRAIN_PATIENCE && !are_hung_up {
+                are_hung_up = true;
                 self.fronts.hang_up();
                 continue;
             }
@@ -262,14 +262,11 @@ impl Server {
 
     /// Closes these disks on a thread, which [`Server::close`] waits for: their storage may not answer.
     fn close_beside(&mut self, drained: Vec<Open>) {
-        let (engine, drained) = (self.engine.clone(), Arc::new(Mutex::new(Some(drained))));
-        let theirs = drained.clone();
-        let taken = |drained: &Mutex<Option<Vec<Open>>>| drained.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let close = move || disks::close(&engine, taken(&theirs).unwrap_or_default(), Ok(()));
-        match std::thread::Builder::new().name("spile-close".to_owned()).spawn(close) {
-            Ok(thread) => self.closings.push(thread),
+        let engine = self.engine.clone();
+        match Closer::start("spile-close", move |disks| disks::close(&engine, disks, Ok(()))) {
+            Ok(closer) => self.closings.push(closer.give(drained)),
             // They are closed after all others.
-            Err(_) => self.disks.extend(taken(&drained).unwrap_or_default()),
+            Err(_) => self.disks.extend(drained),
         }
     }
 
@@ -320,11 +317,11 @@ impl Server {
         match listens.and(self.listen_to_callers()) {
             // Nobody else has the guests any more.
             Err(error) if is_successor => {
-                tracing::error!("this server goes on for guests, but not all can reach it: {error}")
+                tracing::error!("this server goes on for guests, but not all can reach it: {error}");
+                Ok(())
             }
-            done => done?,
+            done => done,
         }
-        Ok(())
     }
 
     /// Starts the control API on the control socket, if there is one, and answers scrapes at the addresses for them.
@@ -535,6 +532,33 @@ fn tell_ready(is_successor: bool) {
         // To the service manager another process is the main one.
         true => notify(&format!("READY=1\nMAINPID={}", std::process::id())),
         false => notify("READY=1"),
+    }
+}
+
+/// A thread that closes disks, and waits for them. What it is given is not lost when there is no thread.
+pub(super) struct Closer<T> {
+    to_close: mpsc::Sender<T>,
+    thread: JoinHandle<Result<()>>,
+}
+
+impl<T: Send + 'static> Closer<T> {
+    /// Starts it. It ends when it is dropped without having been given anything.
+    ///
+    /// # Errors
+    /// When the system has no thread.
+    pub(super) fn start(name: &str, close: impl FnOnce(T) -> Result<()> + Send + 'static) -> Result<Self> {
+        let (to_close, given) = mpsc::channel();
+        let body = move || given.recv().map_or(Ok(()), close);
+        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(body);
+        let thread = thread.map_err(|source| Error::io("start a thread to close a disk", source))?;
+        Ok(Self { to_close, thread })
+    }
+
+    /// Has it close this.
+    pub(super) fn give(self, what: T) -> JoinHandle<Result<()>> {
+        // It waits for this, and for nothing else.
+        let _ = self.to_close.send(what);
+        self.thread
     }
 }
 

@@ -9,7 +9,6 @@ use spile_engine::OsEnv;
 use spile_node::{News, Policy, Troubles};
 
 use super::disks::Open;
-
 use super::events::{self, GoesOn, Waits, What};
 use crate::notify::notify;
 
@@ -40,7 +39,7 @@ impl KeptPolicy {
     }
 
     /// Gives each disk its policy of `policies`, if there is one that this build knows.
-    pub fn restore<'a>(policies: &[Self], disks: impl IntoIterator<Item = &'a Open>) {
+    pub fn restore(policies: &[Self], disks: &[Open]) {
         for open in disks {
             let kept = policies.iter().find(|kept| open.names.contains(&kept.export));
             if let (Some(troubles), Some(kept)) = (open.disk.troubles(), kept)

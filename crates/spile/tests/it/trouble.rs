@@ -19,6 +19,7 @@ use spile::serving::fronts::{Role, key};
 use spile::uri::Address;
 use spile_core::ErrorKind;
 use spile_lab::GuestQueue;
+use spile_lab::vhost::{Device, Queue};
 use spile_lab::xen::Blkfront;
 use spile_lab::xen::blkfront::{BlkfrontOptions, Op};
 use spile_lab::xen::toolstack::{Vbd, add_vbd};
@@ -282,6 +283,17 @@ fn a_front_end_without_inflight_tracking_is_handed_over_with_what_waits() {
     end(served);
 }
 
+/// A server that was started with `report` and then told to pause. A write of its guest waits.
+fn waits_by_order(below: &Below) -> (Served, Device, Queue) {
+    let served = below.serve("");
+    let (device, mut queue) = simple_guest(&below.path("v"));
+    ok(below.dir(), &["on-error", "c", "pause", "--pause-at-most", "90s"]);
+    below.refuse(ENOSPC);
+    submit_write(&mut queue, 0, 0, 5);
+    below.waiting();
+    (served, device, queue)
+}
+
 /// What an older build asks, which knows nothing of requests that wait.
 fn refuses_older_build(below: &Below) {
     let disk = below.disk("");
@@ -301,12 +313,7 @@ fn refuses_older_build(below: &Below) {
 #[test]
 fn a_takeover_that_fails_loses_neither_what_waits_nor_the_policy() {
     let below = Below::new();
-    let served = below.serve("");
-    let (_device, mut queue) = simple_guest(&below.path("v"));
-    ok(below.dir(), &["on-error", "c", "pause", "--pause-at-most", "90s"]);
-    below.refuse(ENOSPC);
-    submit_write(&mut queue, 0, 0, 5);
-    below.waiting();
+    let (served, _device, mut queue) = waits_by_order(&below);
     refuses_older_build(&below);
     below.waiting();
     let disk = json(below.dir(), &["show", "c"]);
@@ -320,12 +327,7 @@ fn a_takeover_that_fails_loses_neither_what_waits_nor_the_policy() {
 #[test]
 fn a_policy_that_was_set_at_run_time_holds_after_a_takeover() {
     let below = Below::new();
-    let served = below.serve("");
-    let (_device, mut queue) = simple_guest(&below.path("v"));
-    ok(below.dir(), &["on-error", "c", "pause", "--pause-at-most", "90s"]);
-    below.refuse(ENOSPC);
-    submit_write(&mut queue, 0, 0, 5);
-    below.waiting();
+    let (served, _device, mut queue) = waits_by_order(&below);
     let served = succeed(below.dir(), &arguments(&below.disk("")), served);
     below.waiting();
     let policy = || {
