@@ -62,7 +62,7 @@ class Spile:
         self.host.ask(f"until_true 'spile info {image} >/dev/null 2>&1'")
 
     def said(self):
-        return self.host.ask(f"tail -c 3000 /tmp/{self.name}.log")
+        return self.host.ask(f"tail -c 3000 /tmp/{self.name}.log", limit_s=10)
 
     def stop(self):
         """Sends SIGTERM: the backend must end well, and at once."""

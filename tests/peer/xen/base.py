@@ -45,7 +45,18 @@ class XenTest(unittest.TestCase):
 
     @classmethod
     def start(cls):
-        """A host with the class's images."""
+        """Starts a host with the class's images. An emulated host that does not come up is told, and another one is
+        started, once: no test has begun by then."""
+        try:
+            cls.start_one()
+        except AssertionError as problem:
+            words = f"{problem}\n{cls.story()}".strip().replace("\n", "\n    ")
+            print(f"NOTE {cls.__name__}: a host with Xen did not come up, and another one was started: {words}")
+            cls.drop()
+            cls.start_one()
+
+    @classmethod
+    def start_one(cls):
         TARGET.mkdir(parents=True, exist_ok=True)
         cls.folder = pathlib.Path(tempfile.mkdtemp(prefix="xen-", dir=TARGET))
         cls.running = Host(cls.parts, cls.folder, cls.images(cls.folder))
@@ -81,14 +92,21 @@ class XenTest(unittest.TestCase):
         """Returns the complaints of dom0's kernel since the last call."""
         return self.running.ask_status(f"dmesg -c | grep -E '{COMPLAINTS}'")[1]
 
-    def story(self):
-        if self.running is None:
+    @classmethod
+    def story(cls):
+        """Returns the last words of the host, for a message. Never fails: it is called where something else has."""
+        if cls.running is None:
             return ""
+        kernel = cls.last_words(lambda: cls.running.ask("dmesg | tail -n 30", limit_s=10))
+        return f"dom0's kernel:\n{kernel}\nthe console:\n{cls.running.said()}"
+
+    @staticmethod
+    def last_words(asked):
+        """Returns what a host says when it is asked, or why it says nothing."""
         try:
-            kernel = self.running.ask("dmesg | tail -n 30", limit_s=10)
+            return asked()
         except (AssertionError, OSError) as problem:
-            kernel = str(problem)
-        return f"dom0's kernel:\n{kernel}\nthe console:\n{self.running.said()}"
+            return str(problem)
 
     @classmethod
     def fetch(cls, name):

@@ -13,6 +13,8 @@ SIZE_MIB = 64
 
 
 class ServedTest(XenTest):
+    backend = None
+
     @classmethod
     def setUpClass(cls):
         need_backend()
@@ -74,8 +76,10 @@ class ServedTest(XenTest):
         vbd.detach()
         self.backend.release(self.disks[name])
 
-    def story(self):
+    @classmethod
+    def story(cls):
         words = super().story()
-        if self.running is None or self.running.process.poll() is not None:
+        # A host that has not come up has no backend yet.
+        if cls.running is None or cls.backend is None:
             return words
-        return f"the backend:\n{self.backend.said()}\n{words}"
+        return f"the backend:\n{cls.last_words(cls.backend.said)}\n{words}"
