@@ -1,14 +1,13 @@
-//! Changes to what a running server serves: disks and sockets come and go.
+//! Changes to what a running server serves: sockets come and go, and disks go. `attaching.rs` has those that come.
 
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
 
 use spile_core::{Error, ErrorKind, Result};
 use spile_engine::Engine;
 use spile_life::jobs::State;
 
-use super::api::types::{Attach, NewExport};
+use super::api::types::NewExport;
 use super::api::{Call, Order};
 use super::claims::Claim;
 use super::control::Event;
@@ -18,14 +17,19 @@ use super::identity::Identity;
 use super::jobs::{DiskJob, Held};
 use super::server::{Closer, Server};
 use super::sockets::{Endpoint, absolute};
-use crate::disks::DiskSpec;
 use crate::uri::Address;
 
 /// A disk that is being detached.
 pub(super) struct Gone {
-    name: String,
-    names: Vec<String>,
-    identity: Identity,
+    pub name: String,
+    pub names: Vec<String>,
+    pub identity: Identity,
+}
+
+/// The refusal of a disk that is being detached.
+pub(super) fn is_being_detached(name: &str) -> Error {
+    let error = Error::new(ErrorKind::Busy, format!("the disk {name:?} is being detached"));
+    error.hint("try again when it is closed: its storage may not answer")
 }
 
 /// What keeps others from changing a disk while it is detached.
@@ -86,15 +90,14 @@ impl Server {
     pub(super) fn change(&mut self, order: &Order) -> Result<()> {
         self.refuse_for_xen()?;
         match order {
-            Order::Attach(attach) => self.attach(attach),
             Order::AddExport(export) => self.add_export(export),
             Order::RemoveExport { address } => self.remove_export(address),
             // The main loop does these itself.
-            Order::Detach { .. } | Order::Resize { .. } | Order::Shutdown => Ok(()),
+            Order::Attach(_) | Order::Detach { .. } | Order::Resize { .. } | Order::Shutdown => Ok(()),
         }
     }
 
-    fn refuse_for_xen(&self) -> Result<()> {
+    pub(super) fn refuse_for_xen(&self) -> Result<()> {
         if self.fronts.serves_xen() {
             let what = "the process of a Xen guest's disk serves that disk only";
             return Err(Error::new(ErrorKind::Unsupported, what).hint("the toolstack attaches and detaches it"));
@@ -102,58 +105,8 @@ impl Server {
         Ok(())
     }
 
-    /// Serves one more disk. When that fails, nothing has changed.
-    fn attach(&mut self, attach: &Attach) -> Result<()> {
-        let bad = |why| Error::new(ErrorKind::InvalidInput, why);
-        let spec: DiskSpec = attach.disk.parse().map_err(bad)?;
-        let name = spec.own_name();
-        self.refuse_known(&spec, &name)?;
-        let mut addresses = Vec::new();
-        for path in &attach.vhost_user {
-            addresses.push((Role::Vhost(name.clone()), unix(path.into())?));
-        }
-        for address in &attach.nbd {
-            addresses.push((Role::Nbd, absolute(&address.parse().map_err(bad)?)?));
-        }
-        self.opening.add(spec);
-        let added = self.opening.open_last(&self.engine, &self.disks).and_then(|open| {
-            self.disks.push(open);
-            self.listen_on(addresses)
-        });
-        if let (Ok(()), Some(open)) = (&added, self.disks.last()) {
-            disks::begin(&self.engine, std::slice::from_ref(open), &self.sender);
-        }
-        if added.is_err() {
-            self.opening.remove(&name);
-            self.fronts.end(std::slice::from_ref(&name));
-            if let Some(at) = self.disks.iter().position(|open| open.name == name) {
-                return self.forget(at, added);
-            }
-        }
-        added
-    }
-
-    fn refuse_known(&self, spec: &DiskSpec, name: &str) -> Result<()> {
-        let is_known = |open: &Open| open.name == name || open.names.iter().any(|other| other == name);
-        if self.disks.iter().any(is_known) {
-            let what = format!("a disk named {name:?} is served already");
-            return Err(Error::new(ErrorKind::Exists, what).hint("give the new one another name: name=N"));
-        }
-        let identity = self.opening.identity_of(spec);
-        let is_it = |gone: &&Gone| {
-            gone.name == name || gone.names.iter().any(|other| other == name) || !identity.goes_with(&gone.identity)
-        };
-        if let Some(gone) = self.detaching.iter().find(is_it) {
-            let what = format!("the disk {:?} is being detached", gone.name);
-            return Err(
-                Error::new(ErrorKind::Busy, what).hint("try again when it is closed: its storage may not answer")
-            );
-        }
-        disks::refuse_twice(&self.disks, &identity)
-    }
-
     /// Listens on these sockets as well, and has all NBD sockets find the disks that there are now.
-    fn listen_on(&mut self, addresses: Vec<(Role, Address)>) -> Result<()> {
+    pub(super) fn listen_on(&mut self, addresses: Vec<(Role, Address)>) -> Result<()> {
         let before = self.listening.len();
         let listen = |server: &mut Self| {
             for (role, address) in addresses {
@@ -247,7 +200,7 @@ impl Server {
     }
 
     /// Closes the disk of this number, of which no front has a share any more.
-    fn forget(&mut self, at: usize, result: Result<()>) -> Result<()> {
+    pub(super) fn forget(&mut self, at: usize, result: Result<()>) -> Result<()> {
         let open = self.disks.remove(at);
         let kept = self.keep_jobs(&open);
         // Those who look have shares of the disk.
@@ -314,8 +267,4 @@ impl Server {
             Role::Control | Role::Metrics => Ok(()),
         }
     }
-}
-
-fn unix(path: PathBuf) -> Result<Address> {
-    absolute(&Address::Unix(path))
 }

@@ -308,6 +308,8 @@ pub enum Event {
     InUse(String, oneshot::Sender<Option<String>>),
     /// A disk has got its new size, or not.
     Resized(Resized),
+    /// A thread has opened the disk of this name, which is to be served, or not.
+    Attached(String),
     /// A disk that is served no more has been closed, or not.
     Detached(Box<Detached>),
     /// The disk that grows so wants a longer device.

@@ -245,18 +245,18 @@ impl Opening {
                 return Err(Error::new(ErrorKind::Exists, what).hint("give it once, or say read-only for both"));
             }
             let write_parent = self.write_parent || names.iter().any(|name| were_served.contains(name));
-            into.push(self.open_one(engine, spec, names.clone(), into, write_parent)?);
+            let open = self.open_one(engine, spec, names.clone(), &|file| holder(into, file), write_parent)?;
+            into.push(open);
             Ok(())
         })
     }
 
-    /// Opens the disk that was added last, beside those that are `served`.
+    /// Opens one more disk, which is to be [added](Opening::add), beside those that are `served`. On any thread.
     ///
     /// # Errors
     /// As [`Graph::open`].
-    pub fn open_last(&self, engine: &Engine, served: &[Open]) -> Result<Open> {
-        let (spec, names) = self.specs.last().ok_or_else(|| Error::new(ErrorKind::NotFound, "there is no disk"))?;
-        self.open_one(engine, spec, names.clone(), served, self.write_parent)
+    pub fn open_beside(&self, engine: &Engine, spec: &DiskSpec, served: &Served) -> Result<Open> {
+        self.open_one(engine, spec, vec![spec.own_name()], &|file| served.holder(file), self.write_parent)
     }
 
     /// How an image is opened that is to be the parent of a disk.
@@ -276,7 +276,7 @@ impl Opening {
         engine: &Engine,
         spec: &DiskSpec,
         names: Vec<String>,
-        served: &[Open],
+        holder: &dyn Fn(FileId) -> Option<String>,
         write_parent: bool,
     ) -> Result<Open> {
         let options = OpenOptions {
@@ -285,7 +285,7 @@ impl Opening {
             write_parent,
             ..self.options_of_parents()
         };
-        let (graph, checkpoints) = self.open_patiently(engine, spec, &options, served)?;
+        let (graph, checkpoints) = self.open_patiently(engine, spec, &options, holder)?;
         let open = self.opened(graph, checkpoints, spec, names);
         open.growth.check(&spec.grow.or(&self.grow), &open.label)?;
         attach_checkpoints(engine, &open)?;
@@ -346,13 +346,13 @@ impl Opening {
     }
 
     /// Opens a disk and its checkpoints; a disk that is busy is tried for some time. A server that was just killed may be the reason: the kernel keeps
-    /// its files open and locked until it has wound up the server's io_uring.
+    /// its files open and locked until it has wound up the server's io_uring. `holder` tells which disk of this server has a file open.
     fn open_patiently(
         &self,
         engine: &Engine,
         spec: &DiskSpec,
         options: &OpenOptions,
-        served: &[Open],
+        holder: &dyn Fn(FileId) -> Option<String>,
     ) -> Result<(Graph<HostStore>, Checkpoints)> {
         let end = Instant::now() + BUSY_PATIENCE;
         let mut is_told = false;
@@ -366,7 +366,7 @@ impl Opening {
             };
             match engine.run_on(0, open) {
                 Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < end => {
-                    refuse_our_own(&error, served)?;
+                    refuse_our_own(&error, holder)?;
                     if !std::mem::replace(&mut is_told, true) {
                         tracing::warn!("{error}: waiting {} s for it", BUSY_PATIENCE.as_secs());
                     }
@@ -399,27 +399,48 @@ fn tell_failed_syncs(graph: &Graph<HostStore>, name: &str, failed_syncs: &[Faile
 }
 
 /// Refuses to wait for a file that this server has open itself, as a part of another disk.
-fn refuse_our_own(busy: &Error, served: &[Open]) -> Result<()> {
+fn refuse_our_own(busy: &Error, holder: &dyn Fn(FileId) -> Option<String>) -> Result<()> {
     let Some(path) = busy.path() else { return Ok(()) };
     let Ok(file) = std::fs::metadata(path).map(|stat| FileId::of(&stat)) else { return Ok(()) };
-    let has_it = |open: &&Open| {
-        let graph = open.disk.graph_now();
-        graph.is_some_and(|graph| failed_syncs::stores(&graph).any(|store| store.file_id() == Some(file)))
-    };
-    let Some(open) = served.iter().find(has_it) else { return Ok(()) };
-    Err(Error::new(ErrorKind::Busy, format!("the file is in use by the disk {:?} of this server", open.name))
+    let Some(name) = holder(file) else { return Ok(()) };
+    Err(Error::new(ErrorKind::Busy, format!("the file is in use by the disk {name:?} of this server"))
         .at_path(path)
         .hint("a parent may be served beside its children only with read-only"))
 }
 
-/// Refuses a disk that may not be served beside one of `served`.
-///
-/// # Errors
-/// `Exists` with the name that it is served under.
-pub fn refuse_twice(served: &[Open], disk: &Identity) -> Result<()> {
-    let Some(open) = served.iter().find(|open| !disk.goes_with(&open.identity)) else { return Ok(()) };
-    let what = format!("this disk is served already, as {:?}", open.name);
-    Err(Error::new(ErrorKind::Exists, what).hint("detach that one first, or serve both read-only"))
+/// The name of the disk among `served` that has this file open.
+fn holder(served: &[Open], file: FileId) -> Option<String> {
+    served.iter().find(|open| file_ids(open).contains(&file)).map(|open| open.name.clone())
+}
+
+/// The files of a disk's images, and those that hold their data.
+fn file_ids(open: &Open) -> Vec<FileId> {
+    let graph = open.disk.graph_now();
+    graph.iter().flat_map(|graph| failed_syncs::stores(graph)).filter_map(|store| store.file_id()).collect()
+}
+
+/// What a disk that comes must not be, nor need for itself: the disks of a server at one moment. It keeps nothing of them open.
+pub struct Served(Vec<(String, Identity, Vec<FileId>)>);
+
+impl Served {
+    /// These disks.
+    pub fn of(disks: &[Open]) -> Self {
+        Self(disks.iter().map(|open| (open.name.clone(), open.identity.clone(), file_ids(open))).collect())
+    }
+
+    fn holder(&self, file: FileId) -> Option<String> {
+        self.0.iter().find(|(_, _, files)| files.contains(&file)).map(|(name, ..)| name.clone())
+    }
+
+    /// Refuses a disk that may not be served beside these.
+    ///
+    /// # Errors
+    /// `Exists` with the name that it is served under.
+    pub fn refuse_twice(&self, disk: &Identity) -> Result<()> {
+        let Some((name, ..)) = self.0.iter().find(|(_, identity, _)| !disk.goes_with(identity)) else { return Ok(()) };
+        let what = format!("this disk is served already, as {name:?}");
+        Err(Error::new(ErrorKind::Exists, what).hint("detach that one first, or serve both read-only"))
+    }
 }
 
 /// The images of a disk as callers see them, the leaf first.
@@ -627,7 +648,7 @@ mod tests {
         let opening = Opening::new(None, CacheMode::Page, Vec::new());
         let engine = Engine::start(spile_engine::Config { workers: 1, ..Default::default() }).unwrap();
         let before = opening.identity_of(&spec);
-        let (graph, checkpoints) = opening.open_patiently(&engine, &spec, &OpenOptions::default(), &[]).unwrap();
+        let (graph, checkpoints) = opening.open_patiently(&engine, &spec, &OpenOptions::default(), &|_| None).unwrap();
         std::fs::rename(&other, &path).unwrap();
         let open = opening.opened(graph, checkpoints, &spec, vec![String::new()]);
         assert!(open.identity.is_same(&before) && !open.identity.is_same(&opening.identity_of(&spec)));

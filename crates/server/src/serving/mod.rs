@@ -4,7 +4,7 @@
 //! - [`disks`]: the images, open; `faults.rs` has them fail for tests. [`fronts`]: the servers over them. [`sockets`]: where they listen.
 //! - [`failed_syncs`]: failed syncs, remembered for the next server. [`trouble`]: what the log and the service manager hear of disks that wait for trouble below to pass.
 //! - [`events`]: what has happened, for callers that wait for it.
-//! - `bitmaps.rs`: changed blocks for NBD clients. `life.rs`: snapshots of disks that are served. [`pausing`]: disks whose guests wait. `resizing.rs`: new sizes. [`growing`]: devices that become longer under thin disks. [`Claims`](claims::Claims):
+//! - `attaching.rs`: disks that come; `changes.rs`: those that go. `bitmaps.rs`: changed blocks for NBD clients. `life.rs`: snapshots of disks that are served. [`pausing`]: disks whose guests wait. `resizing.rs`: new sizes. [`growing`]: devices that become longer under thin disks. [`Claims`](claims::Claims):
 //!   one change of a disk's images at a time.
 //! - [`offline`]: the jobs of commands on disks that no server has, seen and steered as those of a server.
 //! - [`metrics`]: what was counted, for Prometheus.
@@ -12,6 +12,7 @@
 //!   its successor, and the messages for that.
 
 pub mod api;
+mod attaching;
 mod bitmaps;
 mod changes;
 mod claims;

@@ -5,7 +5,7 @@
 //! control socket, calls of the control API, the end of a front. A caller that only looks asks the [`View`] and never
 //! waits for that thread.
 //!
-//! `changes.rs` adds and removes disks and sockets; `handover.rs` gives everything to a successor.
+//! `attaching.rs` and `changes.rs` add and remove disks and sockets; `handover.rs` gives everything to a successor.
 
 use std::fmt::Display;
 use std::os::fd::OwnedFd;
@@ -23,6 +23,7 @@ use super::api::http::{self, Answering};
 use super::api::text;
 use super::api::view::{DiskView, View, no_disk};
 use super::api::{Call, Context, Order, router};
+use super::attaching::{Arrivals, Coming, opened};
 use super::changes::Gone;
 use super::claims::Claims;
 use super::control::{Event, LineRequest, Request};
@@ -31,7 +32,6 @@ use super::events;
 use super::failed_syncs::FailedSync;
 use super::fronts::{self, DRAIN_PATIENCE, Fronts, Listening, Options, Role, Socket, XenFront};
 use super::jobs::stop_within;
-use super::limits;
 use super::metrics::{self, Detail, Exporter, Source};
 use super::resizing::Caller;
 use super::sockets;
@@ -63,6 +63,10 @@ pub struct Server {
     pub(super) claims: Claims,
     /// Threads that close disks which are served no more.
     pub(super) closings: Vec<JoinHandle<Result<()>>>,
+    /// Disks that are being attached.
+    pub(super) coming: Vec<(Coming, Call)>,
+    /// Which disks those are.
+    pub(super) arrivals: Arrivals,
     /// Disks that are being detached: nobody serves them again before they are closed.
     pub(super) detaching: Vec<Gone>,
     pub(super) sender: mpsc::Sender<Event>,
@@ -128,6 +132,8 @@ impl Server {
             metrics_detail,
             claims: Claims::default(),
             closings: Vec::new(),
+            coming: Vec::new(),
+            arrivals: Arrivals::default(),
             detaching: Vec::new(),
             sender,
             events,
@@ -276,13 +282,18 @@ impl Server {
     /// # Errors
     /// `served`'s, or the first failure to close a disk.
     pub fn close(self, served: Result<()>) -> Result<()> {
-        let Self { engine, disks, fronts, view, calls, closings, .. } = self;
+        let Self { engine, disks, fronts, view, calls, closings, coming, .. } = self;
         view.show(None);
         events::end();
         // The fronts share the disks, and a disk's files and its connection to an NBD server end with its last share.
         drop(fronts);
         let closed = disks::close(&engine, disks, served);
         let closed = closings.into_iter().map(joined).fold(closed, Result::and);
+        // Nobody has used these.
+        let closed = coming.into_iter().fold(closed, |closed, (coming, _)| match opened(coming.thread) {
+            Ok(open) => disks::close(&engine, vec![open], closed),
+            Err(_) => closed,
+        });
         engine.shutdown();
         // Who has asked for the end gets an answer before it comes.
         calls.wait_for_none(LAST_ANSWERS);
@@ -414,6 +425,7 @@ impl Server {
                 Ok(Event::Revert(call)) => self.begin_revert(call),
                 Ok(Event::InUse(name, ask)) => self.tell_user(&name, ask),
                 Ok(Event::Resized(resized)) => self.end_resize(resized),
+                Ok(Event::Attached(name)) => self.end_attach(&name),
                 Ok(Event::Detached(detached)) => self.end_detach(*detached),
                 Ok(Event::WantsRoom(growth)) => self.begin_growth(growth),
                 Ok(Event::RoomMade(growth, outcome)) => self.end_growth(growth, outcome),
@@ -509,12 +521,13 @@ impl Server {
                 self.begin_detach(&name, force, call);
                 return false;
             }
+            Order::Attach(attach) => {
+                self.begin_attach(&attach, call);
+                return false;
+            }
             change => self.change(&change),
         };
         self.show();
-        if let (Order::Attach(_), Ok(()), Some(open)) = (&call.order, &done, self.disks.last()) {
-            limits::place_new(&self.engine, open);
-        }
         call.answer(done);
         false
     }

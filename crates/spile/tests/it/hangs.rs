@@ -114,6 +114,64 @@ fn while_a_disk_that_hangs_is_detached_the_server_answers() {
     assert!(served.terminate().success());
 }
 
+#[test]
+fn while_a_disk_that_hangs_is_attached_the_server_answers() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    two_disks(dir);
+    ok(dir, &["create", "c.vhd", "--size", "64M"]);
+    let served = start(dir, &["b.vhd"]);
+    let attach = |folder: &Path, disk: &str| {
+        post(folder, "/v1/disks", &format!("{{\"disk\":\"{}\"}}", folder.join(disk).display()))
+    };
+    hang(dir, "a.vhd");
+    let folder = dir.to_owned();
+    let attaching = thread::spawn(move || attach(&folder, "a.vhd"));
+    eventually("the disk hangs while it is opened", || hangs(dir));
+    let (status, said) = attach(dir, "c.vhd");
+    assert!(status == 201 && said["disks"].as_array().unwrap().len() == 2, "{said}");
+    assert_eq!(grow(dir, "b", 96 * MIB).0, 200);
+    // Neither its name nor its image is for anybody else.
+    let (status, said) = attach(dir, "b.vhd,name=a");
+    assert!(status == 409 && said.to_string().contains("an attach of the disk \\\"a\\\" is under way"), "{said}");
+    let (status, said) = attach(dir, "a.vhd,name=other");
+    assert!(status == 409 && said.to_string().contains("is being attached, as"), "{said}");
+    let Err(said) = try_serve(dir, &["b.vhd", "c.vhd", "--nbd", "unix:n", "--takeover"]) else {
+        panic!("it has taken over")
+    };
+    assert!(said.contains("an attach"), "{said}");
+    assert!(!attaching.is_finished(), "it did not hang");
+    let_go(dir);
+    let (status, said) = attaching.join().unwrap();
+    assert!(status == 201 && said["disks"].as_array().unwrap().len() == 3, "{said}");
+    write(dir, "a");
+    let (status, said) = attach(dir, "a.vhd,name=other");
+    assert!(status == 409 && said.to_string().contains("served already"), "{said}");
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn a_server_that_ends_closes_what_was_just_being_attached() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    two_disks(dir);
+    let mut served = start(dir, &["b.vhd"]);
+    write(dir, "");
+    hang(dir, "a.vhd");
+    let folder = dir.to_owned();
+    let body = format!("{{\"disk\":\"{}\"}}", dir.join("a.vhd").display());
+    let attaching = thread::spawn(move || post(&folder, "/v1/disks", &body));
+    eventually("the disk hangs while it is opened", || hangs(dir));
+    served.signal(Signal::SIGTERM);
+    closes_the_other_disk(dir, &mut served);
+    let_go(dir);
+    assert!(served.wait().success());
+    // The caller is not told that it is served.
+    let (status, said) = attaching.join().unwrap();
+    assert_eq!(status, 503, "{said}");
+    assert!(ok(dir, &["check", "a.vhd"]).contains("sound"));
+}
+
 /// While `a.vhd` hangs, the server that is to end closes `b.vhd`, and waits for the other one.
 fn closes_the_other_disk(dir: &Path, served: &mut Served) {
     let is_free = |disk: &str| {
