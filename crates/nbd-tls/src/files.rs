@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustls::crypto::CryptoProvider;
-use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
-use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use rustls::{ClientConfig, RootCertStore, ServerConfig, SupportedCipherSuite};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 
 /// The files of the server's certificates, and whether TLS is required.
@@ -99,21 +99,28 @@ impl ClientFiles {
     }
 }
 
+/// The algorithms. TLS 1.2 changes no keys under way, so a session of AES-GCM has to end after 2^24 records, which a busy disk has sent
+/// in minutes: of TLS 1.2 only what has no such limit is offered.
 fn provider() -> Arc<CryptoProvider> {
-    Arc::new(rustls::crypto::aws_lc_rs::default_provider())
+    let mut provider = rustls::crypto::aws_lc_rs::default_provider();
+    provider.cipher_suites.retain(|suite| match suite {
+        SupportedCipherSuite::Tls12(suite) => suite.common.confidentiality_limit == u64::MAX,
+        SupportedCipherSuite::Tls13(_) => true,
+    });
+    Arc::new(provider)
 }
 
 /// A certificate with those between it and the root, and its key.
 fn identity(cert: &Path, key: &Path) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)> {
     let chain = certificates(cert)?;
-    let key = PrivateKeyDer::from_pem_file(key).map_err(|e| unusable("no private key", e)).at_path(key)?;
+    let key = PrivateKeyDer::from_pem_file(key).map_err(|e| unread("no private key", e)).at_path(key)?;
     Ok((chain, key))
 }
 
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
     let chain: Vec<_> = CertificateDer::pem_file_iter(path)
         .and_then(Iterator::collect)
-        .map_err(|e| unusable("no certificate", e))
+        .map_err(|e| unread("no certificate", e))
         .at_path(path)?;
     if chain.is_empty() {
         let error = Error::new(ErrorKind::InvalidInput, "the file holds no certificate");
@@ -130,6 +137,14 @@ fn roots(path: &Path) -> Result<RootCertStore> {
         return Err(Error::new(ErrorKind::InvalidInput, "TLS: no usable authority").at_path(path));
     }
     Ok(roots)
+}
+
+/// A file that holds nothing usable, or that cannot be read now: the latter may pass.
+fn unread(what: &str, error: pem::Error) -> Error {
+    match error {
+        pem::Error::Io(source) => Error::io("read a PEM file", source),
+        error => unusable(what, error),
+    }
 }
 
 fn do_not_fit(error: rustls::Error) -> Error {

@@ -70,7 +70,7 @@ impl Tls {
         while self.session.borrow().is_handshaking() {
             self.flush(socket).await?;
             if self.pending.get().0 == self.pending.get().1 && !self.refill(socket).await? {
-                return Err(Error::new(ErrorKind::Protocol, "hung up during the TLS handshake"));
+                return Err(Error::new(ErrorKind::Io, "hung up during the TLS handshake"));
             }
             self.feed()?;
         }

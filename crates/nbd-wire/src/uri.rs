@@ -63,6 +63,9 @@ pub struct TlsQuery {
     pub psk_file: Option<PathBuf>,
 }
 
+/// The keys of a [`TlsQuery`].
+const TLS_KEYS: [&str; 3] = ["tls-certificates", "tls-hostname", "tls-psk-file"];
+
 impl TlsQuery {
     /// The values by their keys.
     fn pairs(&self) -> [(&'static str, Option<String>); 3] {
@@ -127,10 +130,15 @@ fn tls_query(text: &str, query: &str, tls: bool) -> Result<Option<TlsQuery>, Str
         hostname: value_of(text, query, "tls-hostname")?,
         psk_file: value_of(text, query, "tls-psk-file")?.map(PathBuf::from),
     };
+    let mut keys = query.split('&').filter_map(|pair| pair.split('=').next()).filter(|key| key.starts_with("tls-"));
     match tls {
-        true => Ok(Some(found)),
+        true => match keys.find(|key| value_of(text, query, key) == Ok(None) || !TLS_KEYS.contains(key)) {
+            // Whoever means to name certificates does not want others.
+            Some(key) => Err(format!("`{text}` has no value for `{key}`, or that is none of {}", TLS_KEYS.join(", "))),
+            None => Ok(Some(found)),
+        },
         // Somebody who speaks of certificates does not want to send data in plain text.
-        false if found != TlsQuery::default() => {
+        false if keys.next().is_some() => {
             Err(format!("`{text}` speaks of TLS but does not ask for it; write nbds:// or nbds+unix://"))
         }
         false => Ok(None),
@@ -255,6 +263,12 @@ mod tests {
             "nbd+unix:///?socket=%zz",
             "nbd://h/?tls-certificates=/a",
             "nbd+unix:///?socket=/s&tls-hostname=h",
+            "nbd://h/?tls-certificates=",
+            "nbd://h/?tls-certificate=/a",
+            "nbds://h/?tls-certificates=",
+            "nbds://h/?tls-certificates",
+            "nbds://h/?tls-certificate=/a",
+            "nbds://h/?tls-hostname=h&tls-ca=/a",
         ] {
             assert!(text.parse::<NbdUri>().is_err(), "{text}");
         }

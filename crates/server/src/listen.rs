@@ -276,12 +276,25 @@ fn refuse_busy(path: &Path, question: &[u8]) -> Result<()> {
     }
     let mut patience = Patience::new(path.display().to_string());
     loop {
-        match UnixStream::connect(path) {
-            Err(e) if e.kind() == IoKind::ConnectionRefused => return Ok(()),
+        match connect(path) {
+            Err(Errno::CONNREFUSED | Errno::NOENT) => return Ok(()),
             Ok(stream) if !answers(&stream, question) && patience.has_more() => {}
-            _ => return Err(busy(path)),
+            // A server that hangs has taken all the clients that it can have waiting.
+            Ok(_) | Err(Errno::AGAIN) => return Err(busy(path)),
+            Err(errno) => {
+                let error = Error::io("cannot ask who listens on this socket", errno.into()).at_path(path);
+                return Err(error.hint("remove it, if no server listens there, or choose another path"));
+            }
         }
     }
+}
+
+/// Connects to the socket at `path`, and waits for [`ANSWER`] at most.
+fn connect(path: &Path) -> rustix::io::Result<UnixStream> {
+    let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    set_socket_timeout(&fd, Timeout::Send, Some(ANSWER))?;
+    rustix::net::connect(&fd, &SocketAddrUnix::new(path)?)?;
+    Ok(fd.into())
 }
 
 /// How long a socket that takes connections and answers nothing is given before it counts as that of a live server. The socket of
@@ -437,6 +450,11 @@ mod tests {
         std::thread::spawn(move || tell.send(is_dead(&asked)));
         let is_dead_now = told.recv_timeout(Duration::from_secs(60)).expect("a full queue is waited for");
         assert!(!is_dead_now, "a server that hangs counts as dead");
+        let (tell, told) = std::sync::mpsc::channel();
+        let asked = path.clone();
+        std::thread::spawn(move || tell.send(bound(&asked).map(drop).unwrap_err().kind()));
+        let refused = told.recv_timeout(Duration::from_secs(60)).expect("who wants to listen there waits for ever");
+        assert_eq!(refused, ErrorKind::Busy);
         drop((waiting, listener));
         assert!(is_dead(&path));
     }

@@ -21,7 +21,8 @@ const ONLY_FOR_FIELDS: &str = "journal.";
 /// Prints one line on stderr; when stderr is closed, the line is lost. Control characters are escaped, because they may come
 /// from a file that a stranger made and must not reach the terminal.
 pub fn complain(text: impl Display) {
-    let _ = writeln!(std::io::stderr(), "spile: {}", printable(&text.to_string()));
+    // In one piece: other processes may write there, too.
+    let _ = std::io::stderr().write_all(format!("spile: {}\n", printable(&text.to_string())).as_bytes());
 }
 
 /// `text` with its control characters escaped.

@@ -7,5 +7,5 @@ pub mod cli;
 
 pub use spile_bench::{experiments as bench, load, stats};
 pub use spile_server::{
-    disks, family, grow, limits, listen, log, notify, panics, serving, signals, tuned, units, uri, xen,
+    disks, family, grow, limits, listen, log, notify, panics, process, serving, signals, tuned, units, uri, xen,
 };

@@ -5,9 +5,13 @@
 //! need.
 
 use std::fmt::{Debug, Display, Write as _};
+use std::io::ErrorKind;
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixDatagram;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::fstat;
 use spile_core::Error;
 use tracing::field::{Field, Visit};
@@ -21,7 +25,11 @@ const SOCKET: &str = "/run/systemd/journal/socket";
 
 /// The journal's socket.
 #[derive(Debug)]
-pub struct Journal(UnixDatagram);
+pub struct Journal {
+    socket: UnixDatagram,
+    /// Records that neither the journal nor stderr had room for.
+    lost: AtomicU64,
+}
 
 impl Journal {
     /// The journal, if stderr leads there: systemd says to which file it leads in JOURNAL_STREAM. `None` also when the journal cannot be
@@ -41,10 +49,11 @@ impl Journal {
         datagrams.connect(socket)?;
         // A worker that reports something must not wait.
         datagrams.set_nonblocking(true)?;
-        Ok(Self(datagrams))
+        Ok(Self { socket: datagrams, lost: AtomicU64::new(0) })
     }
 
-    /// Sends a record. False when the journal does not take it, and it has to go to stderr.
+    /// Sends a record. False when the journal does not take it, and it has to go to stderr. Never waits: what a journal that hangs has no room for is lost,
+    /// and the next record that it takes is followed by one that says how many were.
     pub fn send(&self, event: &Event<'_>) -> bool {
         let mut record = Record::default();
         let metadata = event.metadata();
@@ -55,8 +64,35 @@ impl Journal {
         record.add("SYSLOG_IDENTIFIER", "spile");
         record.add("SPILE_MODULE", metadata.target());
         event.record(&mut record);
-        self.0.send(record.lines.as_bytes()).is_ok()
+        match self.socket.send(record.lines.as_bytes()) {
+            Ok(_) => self.tell_lost(),
+            // Stderr is a stream to the same journal.
+            Err(error) if error.kind() == ErrorKind::WouldBlock && !has_room(std::io::stderr()) => {
+                self.lost.fetch_add(1, Ordering::Relaxed);
+            }
+            Err(_) => return false,
+        }
+        true
     }
+
+    fn tell_lost(&self) {
+        let lost = self.lost.swap(0, Ordering::Relaxed);
+        if lost > 0 {
+            let mut record = Record::default();
+            record.add("MESSAGE", format_args!("{lost} messages were lost, for which the journal had no room"));
+            record.add("PRIORITY", priority(Level::WARN));
+            record.add("SYSLOG_IDENTIFIER", "spile");
+            if self.socket.send(record.lines.as_bytes()).is_err() {
+                self.lost.fetch_add(lost, Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+/// True when a write to `file` does not wait.
+fn has_room(file: impl AsFd) -> bool {
+    let mut asked = [PollFd::new(&file, PollFlags::OUT)];
+    poll(&mut asked, Some(&Timespec::default())) == Ok(1) && asked[0].revents().contains(PollFlags::OUT)
 }
 
 /// True when `stream`, which is DEVICE:INODE, is that file.
@@ -233,7 +269,33 @@ mod tests {
         let journal = Journal::at(&path).unwrap();
         drop(socket);
         assert!(Journal::at(&dir.path().join("nothing")).is_err());
-        assert!(journal.0.send(b"MESSAGE=x\n").is_err());
+        assert!(journal.socket.send(b"MESSAGE=x\n").is_err());
+    }
+
+    #[test]
+    fn a_stream_that_is_full_is_not_waited_for() {
+        let (stream, reader) = std::os::unix::net::UnixStream::pair().unwrap();
+        assert!(has_room(&stream));
+        stream.set_nonblocking(true).unwrap();
+        while std::io::Write::write(&mut &stream, &[0; 4096]).is_ok() {}
+        assert!(!has_room(&stream));
+        drop(reader);
+    }
+
+    #[test]
+    fn what_was_lost_is_told_when_there_is_room_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        let socket = UnixDatagram::bind(&path).unwrap();
+        let journal = Journal::at(&path).unwrap();
+        journal.lost.store(3, Ordering::Relaxed);
+        journal.tell_lost();
+        journal.tell_lost();
+        let mut bytes = [0; 4096];
+        let len = socket.recv(&mut bytes).unwrap();
+        assert!(String::from_utf8_lossy(&bytes[..len]).starts_with("MESSAGE=3 messages were lost"));
+        socket.set_nonblocking(true).unwrap();
+        assert!(socket.recv(&mut bytes).is_err(), "told twice");
     }
 
     #[test]

@@ -15,7 +15,7 @@ use super::disks::{self, Open, Served};
 use super::fronts::Role;
 use super::identity::Identity;
 use super::limits;
-use super::server::Server;
+use super::server::{Closer, Server};
 use super::sockets::absolute;
 use crate::disks::DiskSpec;
 use crate::uri::Address;
@@ -142,17 +142,38 @@ impl Server {
         // Others may have come and gone while it was opened.
         let refused = self.refuse_name(&name).and_then(|()| Served::of(&self.disks).refuse_twice(&open.identity));
         if refused.is_err() {
-            return disks::close(&self.engine, vec![open], refused);
+            self.close_unused(open);
+            return refused;
         }
         self.opening.add(spec);
         self.disks.push(open);
         let added = self.listen_on(addresses);
-        if added.is_err() {
-            self.opening.remove(&name);
-            self.fronts.end(std::slice::from_ref(&name));
-            return self.forget(self.disks.len() - 1, added);
+        match self.disks.last() {
+            Some(open) if added.is_ok() => disks::begin(&self.engine, std::slice::from_ref(open), &self.sender),
+            _ => {
+                self.opening.remove(&name);
+                self.fronts.end(std::slice::from_ref(&name));
+                if let Some(open) = self.disks.pop() {
+                    self.close_unused(open);
+                }
+            }
         }
-        disks::begin(&self.engine, &self.disks[self.disks.len() - 1..], &self.sender);
-        Ok(())
+        added
+    }
+
+    /// Closes a disk that nobody has used, beside the others: its storage may not answer.
+    fn close_unused(&mut self, open: Open) {
+        let engine = self.engine.clone();
+        let close = move |open: Open| {
+            let name = open.name.clone();
+            if let Err(error) = disks::close(&engine, vec![open], Ok(())) {
+                tracing::error!("the disk {name:?}, which was not attached, could not be closed: {error}");
+            }
+            Ok(())
+        };
+        match Closer::start("spile-close", close.clone()) {
+            Ok(closer) => self.closings.push(closer.give(open)),
+            Err(_) => drop(close(open)),
+        }
     }
 }

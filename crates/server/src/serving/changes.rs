@@ -199,17 +199,6 @@ impl Server {
         Ok((open, servers, (claim, held)))
     }
 
-    /// Closes the disk of this number, of which no front has a share any more.
-    pub(super) fn forget(&mut self, at: usize, result: Result<()>) -> Result<()> {
-        let open = self.disks.remove(at);
-        let kept = self.keep_jobs(&open);
-        // Those who look have shares of the disk.
-        self.show();
-        let closed = disks::close(&self.engine, vec![open], result);
-        self.tell_ended(&kept);
-        closed
-    }
-
     /// Keeps the jobs of a disk that goes, for those who ask for them.
     fn keep_jobs(&self, open: &Open) -> KeptJobs {
         let path = open.layers.first().map_or_else(|| open.label.clone(), |leaf| leaf.path.clone());
@@ -255,9 +244,16 @@ impl Server {
         let Some(at) = self.listening.iter().position(is_meant) else {
             return Err(Error::new(ErrorKind::NotFound, format!("this server does not listen on {address}")));
         };
-        let Listening { role, .. } = self.listening.remove(at);
-        match role {
-            Role::Nbd => self.exchange_nbd(),
+        let socket = self.listening.remove(at);
+        match socket.role.clone() {
+            Role::Nbd => {
+                let exchanged = self.exchange_nbd();
+                if exchanged.is_err() {
+                    // The server of before still hears it.
+                    self.listening.insert(at, socket);
+                }
+                exchanged
+            }
             Role::Vhost(export) => {
                 self.fronts.stop_listening(&export);
                 let others = self.listening.iter().filter(|socket| socket.role == Role::Vhost(export.clone()));

@@ -141,7 +141,7 @@ pub struct ServeArgs {
     /// The key of the certificate (PEM)
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_key: Option<PathBuf>,
-    /// Clients must show a certificate signed by one of these authorities (PEM)
+    /// Clients must show a certificate signed by one of these authorities (PEM): nobody is served without TLS then
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_ca: Option<PathBuf>,
     /// Serve nobody without TLS
@@ -221,7 +221,8 @@ fn nbd_config(args: &ServeArgs) -> ServerConfig {
         cert_chain_pem,
         key_pem,
         client_ca_pem: args.tls_ca.clone(),
-        required: args.tls_required,
+        // Who shows no certificate must not get in by asking for no TLS.
+        required: args.tls_required || args.tls_ca.is_some(),
     });
     let (handshake_timeout, max_connections) = (args.handshake_timeout, args.max_connections as usize);
     ServerConfig { handshake_timeout, max_connections, tls, ..ServerConfig::default() }

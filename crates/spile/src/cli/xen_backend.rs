@@ -18,6 +18,7 @@ use crate::listen::Bound;
 use crate::log::{self, complain};
 use crate::notify::notify;
 use crate::panics::abort_on_panic;
+use crate::process::raise_file_limit;
 use crate::serving::disks::Opening;
 use crate::serving::fronts::Role;
 use crate::serving::metrics::listen::{listen, parse_address};
@@ -161,6 +162,8 @@ fn answer_scrapes(address: &Address, args: &XenBackendArgs) -> Result<()> {
 pub fn run(args: &XenBackendArgs) -> Result<Exit> {
     log::to_stderr();
     abort_on_panic();
+    // Each disk's process takes one here.
+    raise_file_limit();
     // Here somebody reads the error; the disks' processes have no terminal.
     args.disk.grow.options().check()?;
     let signals = ServerSignals::block()?;

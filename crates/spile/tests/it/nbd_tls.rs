@@ -1,12 +1,15 @@
 //! Our NBD client with TLS, against our server.
 
 use std::path::Path;
+use std::time::Duration;
 
+use crate::common::control::ask;
 use crate::common::nbd::Client;
 use crate::common::{Served, fails, json, ok};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use spile::uri::{NbdUri, TlsQuery};
 use spile_core::{Error, ErrorKind};
+use spile_store::NbdOptions;
 
 /// A folder with an authority, and certificates that it signed for a server and a client of this host name, by the file names
 /// of libnbd and QEMU.
@@ -70,7 +73,7 @@ fn what_is_wrong_with_tls_is_named_with_what_to_do() {
     refused(&uri(&served, &other, None), ErrorKind::Denied, "no authority", "tls-certificates=DIR");
     refused(&uri(&served, &own, Some("example.org")), ErrorKind::Denied, "another host", "tls-hostname=NAME");
     refused(&uri(&served, &own, Some("not a host")), ErrorKind::InvalidInput, "no host name", "tls-hostname=NAME");
-    refused(&uri(&served, &dir.path().join("none"), None), ErrorKind::InvalidInput, "ca-cert.pem", "");
+    refused(&uri(&served, &dir.path().join("none"), None), ErrorKind::NotFound, "ca-cert.pem", "");
     let psk = TlsQuery { psk_file: Some("/keys".into()), ..TlsQuery::default() };
     let psk = NbdUri { tls: Some(psk), ..served.uri() };
     refused(&psk, ErrorKind::Unsupported, "pre-shared keys", "tls-certificates=DIR");
@@ -93,9 +96,63 @@ fn a_server_may_ask_who_the_client_is() {
     let args = [&["mem:1M"], &IDENTITY[..], &["--tls-ca", "own/ca-cert.pem"]].concat();
     let served = Served::start(dir.path(), &args);
     Client::connect(&uri(&served, &own, None)).unwrap().read(0, &mut [0; 512]).unwrap();
-    for folder in [other, anonymous] {
-        refused(&uri(&served, &folder, None), ErrorKind::Denied, "refuses the connection", "client-cert.pem");
+    for folder in [&other, &anonymous] {
+        refused(&uri(&served, folder, None), ErrorKind::Denied, "refuses the connection", "client-cert.pem");
     }
+    assert!(served.terminate().success());
+    // Nobody gets around that by asking for no TLS.
+    let args = [&["mem:1M"], &IDENTITY[..4], &["--tls-ca", "own/ca-cert.pem"]].concat();
+    let served = Served::start(dir.path(), &args);
+    refused(&served.uri(), ErrorKind::Denied, "asks for TLS", "nbds+unix://");
+    Client::connect(&uri(&served, &own, None)).unwrap().read(0, &mut [0; 512]).unwrap();
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn certificates_that_are_just_being_exchanged_fail_no_request() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let own = dir.join("own");
+    certificates(&own, "localhost");
+    std::fs::write(dir.join("d.raw"), vec![0; 1 << 20]).unwrap();
+    let args = [&["d.raw"], &IDENTITY[..], &["--tls-ca", "own/ca-cert.pem"]].concat();
+    let served = Served::start(dir, &args);
+    let uri = uri(&served, &own, None);
+    let client = Client::connect_with(&uri, NbdOptions::default(), 1).unwrap();
+    client.write(0, &[7; 4096], true).unwrap();
+    served.kill();
+    let (key, away) = (own.join("client-key.pem"), dir.join("away"));
+    std::fs::rename(&key, &away).unwrap();
+    let served = Served::start(dir, &args);
+    let writing = std::thread::spawn(move || client.write(4096, &[8; 4096], true));
+    std::thread::sleep(Duration::from_millis(500));
+    std::fs::write(&key, "half of a k").unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(!writing.is_finished(), "{:?}", writing.join());
+    std::fs::rename(&away, &key).unwrap();
+    writing.join().unwrap().unwrap();
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn a_socket_that_could_not_be_removed_is_there_to_be_removed_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    certificates(&dir.join("own"), "localhost");
+    let more = ["--nbd", "unix:more.sock", "--control", "c"];
+    let served = Served::start(dir, &[&["mem:1M"], &IDENTITY[..], &more].concat());
+    let path = format!("/v1/exports/unix:{}", dir.join("more.sock").display().to_string().replace('/', "%2F"));
+    let (key, away) = (dir.join("own/server-key.pem"), dir.join("away"));
+    std::fs::rename(&key, &away).unwrap();
+    let (status, said) = ask(&dir.join("c"), "DELETE", &path, "");
+    assert!(status >= 400 && said.to_string().contains("server-key.pem"), "{said}");
+    let exports = || ask(&dir.join("c"), "GET", "/v1/disks", "").1["disks"][0]["exports"].to_string();
+    assert!(exports().contains("more.sock") && dir.join("more.sock").exists());
+    std::fs::rename(&away, &key).unwrap();
+    let (status, said) = ask(&dir.join("c"), "DELETE", &path, "");
+    assert_eq!(status, 200, "{said}");
+    assert!(!exports().contains("more.sock") && !dir.join("more.sock").exists());
+    assert!(served.terminate().success());
 }
 
 #[test]

@@ -280,7 +280,7 @@ impl Handshake<'_> {
         let segment = Segment::zeroed(len);
         match self.transport.recv_exact(&segment).await? {
             true => Ok(segment.to_vec()),
-            false => Err(broken("the server hung up during the handshake")),
+            false => Err(Error::new(ErrorKind::Io, "the server hung up during the handshake")),
         }
     }
 }

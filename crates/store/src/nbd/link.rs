@@ -394,30 +394,20 @@ impl Link {
         let mut error = ended.map_or_else(|| Error::new(ErrorKind::Io, "not connected"), Error::duplicate);
         let is_wanted = ended.is_none() || !limit.is_zero();
         while is_wanted && tries.next(limit).await {
-            error = match self.dial_again().await {
-                Ok(connection) => return Some(connection),
+            error = match dial(&self.export.uri, &self.export.options, &self.export.who).await {
+                Ok(connection) if connection.facts == self.export.facts => return Some(connection),
+                Ok(_) => {
+                    let what = "the server's export has another size or other abilities than before";
+                    error = Error::new(ErrorKind::InvalidInput, what);
+                    break;
+                }
+                // Also when certificates cannot be used: somebody may just be exchanging them.
                 Err(error) => error,
             };
-            if error.kind() == ErrorKind::InvalidInput {
-                break;
-            }
         }
         *tries = Tries::default();
         self.fail_all(&error);
         None
-    }
-
-    /// # Errors
-    /// `InvalidInput` when the export is another one than before.
-    async fn dial_again(&self) -> Result<Connection> {
-        let connection = dial(&self.export.uri, &self.export.options, &self.export.who).await?;
-        if connection.facts != self.export.facts {
-            return Err(Error::new(
-                ErrorKind::InvalidInput,
-                "the server's export has another size or other abilities than before",
-            ));
-        }
-        Ok(connection)
     }
 
     /// Fails all that waits.

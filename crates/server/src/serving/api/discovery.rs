@@ -22,7 +22,7 @@ pub const JOBS_EXTENSION: &str = "jobs";
 /// How long a server may take to answer one who looks for a disk or a job. All are asked at once, so one that hangs costs this once.
 const FIND_PATIENCE: Duration = Duration::from_secs(2);
 /// So many are asked at a time: each takes a descriptor.
-const AT_ONCE: usize = 256;
+pub const AT_ONCE: usize = 256;
 
 /// The folder of control sockets: `$SPILE_RUN_DIR`, else `/run/spile` for root, else `$XDG_RUNTIME_DIR/spile`.
 ///

@@ -1,7 +1,7 @@
 //! Which format a caller wants, by its header `accept` (RFC 9110, section 12.5.1).
 
 /// A format of the answer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Format {
     /// Prometheus's protobuf exposition. Native histograms are in this format alone.
     Protobuf,

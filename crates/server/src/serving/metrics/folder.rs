@@ -1,19 +1,20 @@
 //! The metrics of all servers whose control sockets are in one folder, under one address: what `spile xen-backend` answers, whose disks have
 //! a process each.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use axum::http::header;
+use futures_util::StreamExt as _;
+use futures_util::stream::iter;
 use spile_core::{Error, ErrorKind, Result};
-use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::accept::Format;
 use super::families::{Families, Family, Label, Value, decode};
 use super::{Detail, process};
 use crate::serving::api::client::exchange;
-use crate::serving::api::discovery::sockets;
+use crate::serving::api::discovery::{AT_ONCE, sockets};
 
 /// How long a server may take to answer. Servers are asked beside each other.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -23,15 +24,11 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// # Errors
 /// When the folder cannot be read.
 pub async fn collect(folder: &Path, detail: Detail) -> Result<Families> {
-    let mut asked = JoinSet::new();
-    for socket in sockets(folder)? {
-        asked.spawn(async move {
-            let answer = ask(&socket, detail).await;
-            (socket, answer)
-        });
-    }
-    let mut answers = asked.join_all().await;
-    answers.sort_by(|(one, _), (other, _)| one.cmp(other));
+    let ask = async |socket: PathBuf| {
+        let answer = ask(&socket, detail).await;
+        (socket, answer)
+    };
+    let answers: Vec<_> = iter(sockets(folder)?).map(ask).buffered(AT_ONCE).collect().await;
     let mut families = Families::default();
     answers.into_iter().for_each(|(socket, answer)| add(&mut families, &socket, answer));
     process::collect(&mut families);

@@ -1,6 +1,6 @@
 //! The TCP address of the metrics, if the operator asks for one. Nothing but `/metrics` is answered there, and nothing can be changed.
 //!
-//! Anybody may call there, so a call is cheap: one collection of the series answers all that come within a second, and no caller gets
+//! Anybody may call there, so a call is cheap: one text of the series answers all that come within a second and want that format, and no caller gets
 //! more series than the operator allows. Connections are bounded in number, time and the size of their headers; each takes one request.
 //! Further callers wait in the kernel's queue. The thread has no timer while nobody calls.
 
@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::body::Bytes;
 use axum::extract::{RawQuery, State};
 use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
@@ -25,8 +26,8 @@ use tokio::net::TcpListener;
 use tokio::sync::{Mutex, Notify, Semaphore};
 use tokio::time::{sleep, timeout};
 
-use super::families::Family;
-use super::{Detail, Exporter, Exposition};
+use super::accept::{Format, choose};
+use super::{Detail, Exporter, written};
 use crate::serving::api::refusal;
 use crate::uri::Address;
 
@@ -60,7 +61,8 @@ pub fn parse_address(text: &str) -> Result<Address, String> {
 /// `InvalidInput` when the query has another key or value; `Shutdown` while the server hands over.
 pub async fn respond(exporter: &Exporter, headers: &HeaderMap, query: Option<&str>) -> Result<Response> {
     let detail = detail_of(query)?.unwrap_or(exporter.detail);
-    Ok(exposition(&exporter.collect(detail).await?, headers))
+    let format = format_of(headers);
+    Ok(answer(format, written(&exporter.collect(detail).await?, format).into()))
 }
 
 /// The detail that a query asks for.
@@ -75,20 +77,23 @@ fn detail_of(query: Option<&str>) -> Result<Option<Detail>> {
     Ok(detail)
 }
 
-/// These series in the format that the headers ask for.
-fn exposition(families: &[Family], headers: &HeaderMap) -> Response {
+/// The format that the headers ask for.
+fn format_of(headers: &HeaderMap) -> Format {
     // A list may be spread over several headers.
     let accept: Vec<_> = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok()).collect();
-    let exposition = Exposition::new(families, &accept.join(","));
-    ([(header::CONTENT_TYPE, exposition.content_type)], exposition.body).into_response()
+    choose(&accept.join(","))
+}
+
+fn answer(format: Format, text: Bytes) -> Response {
+    ([(header::CONTENT_TYPE, format.content_type())], text).into_response()
 }
 
 /// What answers callers over TCP.
 #[derive(Clone)]
 struct Answers {
     exporter: Exporter,
-    /// What was collected within the last second, by its detail. It is locked while something is collected: further callers wait for that.
-    kept: Arc<Mutex<HashMap<Detail, Arc<Vec<Family>>>>>,
+    /// What was written within the last second. It is locked while something is collected: further callers wait for that.
+    kept: Arc<Mutex<HashMap<(Detail, Format), Bytes>>>,
 }
 
 impl Answers {
@@ -99,22 +104,23 @@ impl Answers {
     async fn respond(&self, headers: &HeaderMap, query: Option<&str>) -> Result<Response> {
         let most = self.exporter.detail;
         let detail = detail_of(query)?.map_or(most, |asked| asked.min(most));
-        Ok(exposition(&self.collected(detail).await?, headers))
+        let format = format_of(headers);
+        Ok(answer(format, self.text(detail, format).await?))
     }
 
-    async fn collected(&self, detail: Detail) -> Result<Arc<Vec<Family>>> {
+    async fn text(&self, detail: Detail, format: Format) -> Result<Bytes> {
         let mut kept = self.kept.lock().await;
-        if let Some(families) = kept.get(&detail) {
-            return Ok(families.clone());
+        if let Some(text) = kept.get(&(detail, format)) {
+            return Ok(text.clone());
         }
-        let families = Arc::new(self.exporter.collect(detail).await?);
-        kept.insert(detail, families.clone());
+        let text = Bytes::from(written(&self.exporter.collect(detail).await?, format));
+        kept.insert((detail, format), text.clone());
         let kept = self.kept.clone();
         tokio::spawn(async move {
             sleep(KEPT).await;
-            kept.lock().await.remove(&detail);
+            kept.lock().await.remove(&(detail, format));
         });
-        Ok(families)
+        Ok(text)
     }
 }
 
@@ -206,23 +212,24 @@ mod tests {
     }
 
     #[test]
-    fn one_collection_answers_all_that_come_within_a_second_and_none_is_finer_than_allowed() {
+    fn one_text_answers_all_that_come_within_a_second_and_none_is_finer_than_allowed() {
         let engine = Engine::start(Config::default()).unwrap();
         let view = Arc::new(View::new(engine.clone(), Arc::default()));
         view.show(Some(Vec::new()));
         let answers = Answers::new(Exporter::new(Source::Server(view), Detail::Layer));
         on_runtime(async {
-            let first = answers.collected(Detail::Layer).await.unwrap();
-            let (second, third) = tokio::join!(answers.collected(Detail::Layer), answers.collected(Detail::Disk));
-            assert!(Arc::ptr_eq(&first, &second.unwrap()) && !Arc::ptr_eq(&first, &third.unwrap()));
+            let text = |detail| answers.text(detail, Format::Text);
+            let first = text(Detail::Layer).await.unwrap();
+            let (second, third) = tokio::join!(text(Detail::Layer), text(Detail::Disk));
+            assert!(first.as_ptr() == second.unwrap().as_ptr() && first.as_ptr() != third.unwrap().as_ptr());
             for query in ["detail=queue", "detail=layer", "detail=disk", ""] {
                 answers.respond(&HeaderMap::new(), Some(query)).await.unwrap();
             }
-            assert!(!answers.kept.lock().await.contains_key(&Detail::Queue));
-            while answers.kept.lock().await.contains_key(&Detail::Layer) {
+            assert!(!answers.kept.lock().await.contains_key(&(Detail::Queue, Format::Text)));
+            while answers.kept.lock().await.contains_key(&(Detail::Layer, Format::Text)) {
                 sleep(Duration::from_millis(10)).await;
             }
-            assert!(!Arc::ptr_eq(&first, &answers.collected(Detail::Layer).await.unwrap()));
+            assert!(first.as_ptr() != text(Detail::Layer).await.unwrap().as_ptr());
         });
         engine.shutdown();
     }

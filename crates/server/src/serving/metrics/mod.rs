@@ -85,14 +85,6 @@ pub struct Exporter {
     told: Arc<Told>,
 }
 
-/// The answer to a scrape.
-pub struct Exposition {
-    /// The format, as the header `content-type` has it.
-    pub content_type: &'static str,
-    /// All series.
-    pub body: Vec<u8>,
-}
-
 impl Exporter {
     /// Tells the series of `source`, as finely as `detail` says where the caller does not say it.
     pub fn new(source: Source, detail: Detail) -> Self {
@@ -115,16 +107,12 @@ impl Exporter {
     }
 }
 
-impl Exposition {
-    /// These series in the format that the header `accept` prefers.
-    fn new(families: &[Family], accept: &str) -> Self {
-        let format = accept::choose(accept);
-        let body = match format {
-            Format::Protobuf => families::encode(families),
-            Format::OpenMetrics => text::open_metrics(families).into_bytes(),
-            Format::Text => text::prometheus(families).into_bytes(),
-        };
-        Self { content_type: format.content_type(), body }
+/// These series in that format.
+fn written(families: &[Family], format: Format) -> Vec<u8> {
+    match format {
+        Format::Protobuf => families::encode(families),
+        Format::OpenMetrics => text::open_metrics(families).into_bytes(),
+        Format::Text => text::prometheus(families).into_bytes(),
     }
 }
 
