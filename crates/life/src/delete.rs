@@ -165,6 +165,7 @@ pub async fn remove<F: Files>(
     list: impl AsyncFn() -> Result<Vec<PathBuf>>,
 ) -> Result<(PathBuf, Option<PathBuf>)> {
     let leaf = &graph.handles()[0];
+    refuse_device(leaf.image().store(), leaf.path())?;
     refuse_needed(tools, leaf.path(), &list).await?;
     let (image, data) = (leaf.image().store(), leaf.image().data_store());
     let data = (!std::ptr::eq(image, data)).then_some(data);
@@ -229,6 +230,7 @@ pub async fn remove_orphan<F: Files>(
     list: impl AsyncFn() -> Result<Vec<PathBuf>>,
 ) -> Result<PathBuf> {
     let store = tools.files.open(&Locator::from(path), OpenMode::ReadWrite).await?;
+    refuse_device(&store, path)?;
     let image = described(tools, path, format).await?;
     refuse_needed(tools, path, list).await?;
     if let Some(data) = named_data_file(tools.asking, path, image.format).await? {
@@ -269,6 +271,15 @@ pub fn needed(image: &Path, child: &Path) -> Error {
 fn is_needed(image: &Path, child: &Path) -> Error {
     let what = format!("{} is a child of this image, and would be of no use without it", child.display());
     Error::new(ErrorKind::Denied, what).at_path(image)
+}
+
+/// Refuses a block device: what has its name in /dev is no file that holds the image.
+fn refuse_device<S: Store>(store: &S, path: &Path) -> Result<()> {
+    if store.info().grows_zeroed {
+        return Ok(());
+    }
+    let error = Error::new(ErrorKind::Unsupported, "an image on a block device is no file that could be deleted");
+    Err(error.at_path(path).hint("remove the device itself, as by lvremove, or write something else to it"))
 }
 
 /// Removes the file of `store`, which is at `path`, and what is noted beside it.

@@ -154,3 +154,20 @@ fn do_not_fit(error: rustls::Error) -> Error {
 pub(crate) fn unusable(what: &str, source: impl std::error::Error + Send + Sync + 'static) -> Error {
     Error::new(ErrorKind::InvalidInput, format!("TLS: {what}")).caused_by(source)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_versions_of_tls_are_offered_and_no_session_has_to_end() {
+        let provider = provider();
+        let limit = |suite: &SupportedCipherSuite| match suite {
+            SupportedCipherSuite::Tls12(suite) => Some(suite.common.confidentiality_limit),
+            SupportedCipherSuite::Tls13(_) => None,
+        };
+        let limits: Vec<_> = provider.cipher_suites.iter().map(limit).collect();
+        assert!(limits.contains(&None) && limits.contains(&Some(u64::MAX)), "{limits:?}");
+        assert!(limits.iter().flatten().all(|limit| *limit == u64::MAX), "{limits:?}");
+    }
+}

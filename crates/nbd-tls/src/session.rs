@@ -8,7 +8,9 @@ use std::io::{ErrorKind as IoKind, Read, Write};
 use std::sync::Arc;
 
 use rustls::pki_types::ServerName;
-use rustls::{CertificateError, ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
+use rustls::{
+    AlertDescription, CertificateError, ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection,
+};
 use spile_core::{Error, ErrorKind, Result, Segment};
 use spile_engine::Socket;
 
@@ -196,6 +198,11 @@ fn failed(error: rustls::Error) -> Error {
         rustls::Error::InvalidCertificate(_) | rustls::Error::NoCertificatesPresented => {
             ("TLS: the other side's certificate is not valid", "have the certificate renewed, or the clock set")
         }
+        rustls::Error::PeerIncompatible(_)
+        | rustls::Error::AlertReceived(AlertDescription::HandshakeFailure | AlertDescription::ProtocolVersion) => (
+            "TLS: both sides have no version or cipher suite in common",
+            "TLS 1.3 is offered, and of TLS 1.2 the suites of ChaCha20-Poly1305",
+        ),
         rustls::Error::AlertReceived(_) => (
             "TLS: the other side refuses the connection",
             "a server may ask for a client certificate: client-cert.pem and client-key.pem in the folder of \

@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 pub mod backup;
+pub mod beneath;
 pub mod checkpoints;
 pub mod disks;
 pub mod family;

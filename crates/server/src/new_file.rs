@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::ErrorKind as IoKind;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt as _, PermissionsExt as _, fchown};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags, linkat, open, renameat_with};
@@ -89,12 +89,18 @@ impl HalfMade {
         Ok(())
     }
 
-    /// As [`HalfMade::publish`], in the place of the file that has that name.
+    /// As [`HalfMade::publish`], in the place of the file that has that name, with its mode and, as far as this process may give them, its owner and group.
     ///
     /// # Errors
     /// The system's. The other file has its name then.
     pub fn replace(mut self, dst: &Path) -> Result<()> {
         let failed = |e: std::io::Error| Error::io("cannot give the disk its name", e).at_path(dst);
+        if let Ok(older) = std::fs::metadata(dst) {
+            // Nobody reads the new one who could not read the old one: the mode last, and only of the owner where the owner is another one.
+            let is_given = fchown(&self.file, Some(older.uid()), Some(older.gid())).is_ok();
+            let mode = if is_given { older.mode() } else { older.mode() & 0o700 };
+            self.file.set_permissions(std::fs::Permissions::from_mode(mode & 0o777)).map_err(failed)?;
+        }
         if self.temporary.is_none() {
             let temporary = temporary_name(folder_of(dst));
             linkat(CWD, self.path(), CWD, &temporary, AtFlags::SYMLINK_FOLLOW).map_err(|e| failed(e.into()))?;
@@ -120,7 +126,8 @@ impl HalfMade {
             told = told.caused_by(source.to_string());
         }
         match (error.kind(), error.hint_text()) {
-            (ErrorKind::NoSpace, None) => told.hint("free some space; the half-made disk is gone"),
+            // Not for a file that is longer than any may be.
+            (ErrorKind::NoSpace, None) if error.may_pass() => told.hint("free some space; the half-made disk is gone"),
             (_, Some(hint)) => told.hint(hint),
             _ => told,
         }

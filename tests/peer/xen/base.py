@@ -48,20 +48,21 @@ class XenTest(unittest.TestCase):
         """Starts a host with the class's images. An emulated host that does not come up is told, and another one is
         started, once: no test has begun by then."""
         try:
-            cls.start_one()
+            cls.boot()
         except AssertionError as problem:
             words = f"{problem}\n{cls.story()}".strip().replace("\n", "\n    ")
             print(f"NOTE {cls.__name__}: a host with Xen did not come up, and another one was started: {words}")
             cls.drop()
-            cls.start_one()
+            cls.boot()
+        cls.prepare(cls.running)
 
     @classmethod
-    def start_one(cls):
+    def boot(cls):
         TARGET.mkdir(parents=True, exist_ok=True)
         cls.folder = pathlib.Path(tempfile.mkdtemp(prefix="xen-", dir=TARGET))
         cls.running = Host(cls.parts, cls.folder, cls.images(cls.folder))
         cls.running.wait_ready()
-        cls.prepare(cls.running)
+        cls.running.ask("true")
 
     @classmethod
     def images(cls, folder):

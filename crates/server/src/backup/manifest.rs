@@ -218,6 +218,21 @@ impl Manifest {
         Err(Error::new(ErrorKind::InvalidInput, what).hint("make a full backup with --checkpoint"))
     }
 
+    /// Refuses a backup of another disk at `path`, the manifest of a backup that is to be overwritten. What is no manifest says nothing.
+    ///
+    /// # Errors
+    /// `Denied`, with the disk.
+    pub fn refuse_of_another(path: &Path, disk: &str, disk_id: Option<&str>) -> Result<()> {
+        let Ok(there) = Self::read(path) else { return Ok(()) };
+        let is_moved = disk_id.is_some() && there.disk_id.as_deref() == disk_id;
+        if there.disk == disk || is_moved {
+            return Ok(());
+        }
+        let what = format!("it is the manifest of a backup of another disk, {}", there.disk);
+        let error = Error::new(ErrorKind::Denied, what).at_path(path);
+        Err(error.hint("choose another place; or remove that backup and its manifest, if nobody needs them"))
+    }
+
     /// The digests of the pieces.
     ///
     /// # Errors

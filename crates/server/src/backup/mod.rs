@@ -14,15 +14,17 @@ use rustix::fs::{StatVfs, statvfs};
 use spile_core::{Disk as _, Env as _, Error, ErrorKind, Files as _, Locator, OpenMode, Result};
 use spile_engine::{OsEnv, run_blocking, sleep, spawn};
 use spile_image::Graph;
+use spile_image::layer::Layer as _;
 use spile_life::backup::{self, Around, Broken, Copied, Copy, KEPT_BYTES, PointInTime, Room, Subject};
 use spile_node::{Node, OldEpoch};
-use spile_store::{HostFiles, HostStore, OsFiles};
+use spile_store::{FileId, HostFiles, HostStore, OsFiles};
 use tokio::sync::oneshot;
 
 pub use self::manifest::{Manifest, State};
 use self::since::{HostBegun, Names};
 use self::target::Since;
 pub use self::target::{Target, TargetSpec};
+use crate::beneath::may_share_bytes;
 use crate::checkpoints::Checkpoints;
 use crate::jobs::{Access, refuse_failed_syncs};
 use crate::new_file::folder_of;
@@ -112,6 +114,9 @@ async fn begin(backups: Vec<Backup>, options: &Options) -> Result<Vec<Running>> 
         backup.target.check_kind(options.since.is_some())?;
         refuse_failed_syncs(&*backup.node.graph().await)?;
     }
+    for backup in &backups {
+        refuse_targets_of_others(backup).await?;
+    }
     let since = since_of(&backups, options).await?;
     let made_unix_s: Vec<_> = since.iter().map(|since| since.as_ref().map(|since| since.made_unix_s)).collect();
     let targets = open_targets(&backups, since).await?;
@@ -144,6 +149,34 @@ fn refuse_common_targets(backups: &[Backup]) -> Result<()> {
             let what = format!("two disks would have their backup in {}", crate::disks::label(&one.target.at));
             return Err(Error::new(ErrorKind::InvalidInput, what).hint("make a backup of each by itself"));
         }
+    }
+    Ok(())
+}
+
+/// Refuses to overwrite the backup of another disk, and a device that the disk itself lies on or beneath.
+async fn refuse_targets_of_others(backup: &Backup) -> Result<()> {
+    let Locator::Path(path) = backup.target.at.clone() else { return Ok(()) };
+    if let (true, Some(manifest)) = (backup.target.overwrite, backup.target.manifest()) {
+        let id = match &backup.checkpoints {
+            Some(checkpoints) => since::disk_id(checkpoints).await,
+            None => None,
+        };
+        let disk = crate::disks::label(&backup.disk);
+        run_blocking(&path, move || Manifest::refuse_of_another(&manifest, &disk, id.as_deref())).await?;
+    }
+    let layers: Vec<FileId> = {
+        let graph = backup.node.graph().await;
+        let stores = graph.handles().iter().flat_map(|layer| [layer.image().store(), layer.image().data_store()]);
+        stores.filter_map(|store| store.file_id()).collect()
+    };
+    let device = path.clone();
+    let is_its_own = run_blocking(&path, move || {
+        let there = device.metadata().ok().map(|stat| FileId::of(&stat));
+        there.is_some_and(|there| layers.iter().any(|layer| may_share_bytes(*layer, there)))
+    });
+    if is_its_own.await {
+        let what = "the disk itself lies there: it cannot be written over while it is copied";
+        return Err(Error::new(ErrorKind::InvalidInput, what).at_path(&path).hint("choose another place"));
     }
     Ok(())
 }

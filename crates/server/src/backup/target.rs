@@ -1,5 +1,6 @@
 //! [`Target`]: where a backup is written to.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -15,7 +16,7 @@ use spile_store::{AnyStore, CacheMode, HostFiles, HostStore, OsFiles};
 
 use super::manifest::Manifest;
 use crate::new_file::{HalfMade, exists, folder_of};
-use crate::{disks, family};
+use crate::{disks, family, host_device};
 
 const FULL_IS_NEW: &str =
     "remove it or choose another name: a full backup is a new file; --overwrite has it take the place of this one";
@@ -66,6 +67,8 @@ pub struct Target {
     pub parent: Option<String>,
     /// The file whose place it takes in the end, and which stays locked until then.
     older: Option<AnyStore>,
+    /// A block device that nobody else mounts meanwhile.
+    _claimed: Option<File>,
 }
 
 /// The file at `path` whose place a backup is to take. It has to be nobody's parent, and in use by nobody.
@@ -190,6 +193,7 @@ impl TargetSpec {
             digests: Digests::default(),
             parent: None,
             older,
+            _claimed: None,
         })
     }
 
@@ -262,6 +266,7 @@ impl TargetSpec {
             digests: Digests::default(),
             parent,
             older: None,
+            _claimed: None,
         })
     }
 
@@ -276,6 +281,13 @@ impl TargetSpec {
     }
 
     async fn open_export(&self, size_bytes: u64) -> Result<Target> {
+        let claimed = match &self.at {
+            Locator::Path(path) if is_device(path) => {
+                let device = path.clone();
+                Some(run_blocking(path, move || host_device::claim(&device)).await?)
+            }
+            _ => None,
+        };
         let options = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
         let disk = Aligned::new(disks::open(CacheMode::Direct, &self.at, &options).await?);
         let there = disk.size_bytes();
@@ -293,6 +305,7 @@ impl TargetSpec {
             digests: Digests::default(),
             parent: None,
             older: None,
+            _claimed: claimed,
         })
     }
 }
@@ -333,7 +346,7 @@ impl Target {
 
     /// Closes the target after a backup that has failed. A file that was to be made is gone.
     pub async fn give_up(self) {
-        let Self { disk, half, older, .. } = self;
+        let Self { disk, half, older, _claimed, .. } = self;
         let _ = disk.close().await;
         drop((disk, older));
         if let Some((half, path)) = half {
@@ -346,7 +359,7 @@ impl Target {
     /// # Errors
     /// `Shutdown` when it is not wanted; `Exists` when something else has got its name meanwhile; the system's.
     pub async fn finish(self, manifest: Manifest, is_wanted: impl FnOnce() -> bool + Send + 'static) -> Result<()> {
-        let Self { disk, half, manifest: at, digests, parent, older, .. } = self;
+        let Self { disk, half, manifest: at, digests, parent, older, _claimed, .. } = self;
         if let Err(error) = disk.close().await {
             let Some((half, path)) = half else { return Err(error) };
             let error = half.told_as(&path, error);

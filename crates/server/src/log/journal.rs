@@ -11,8 +11,9 @@ use std::os::unix::net::UnixDatagram;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::fstat;
+use rustix::io::Errno;
+use rustix::net::{SendFlags, send};
 use spile_core::Error;
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level};
@@ -52,24 +53,28 @@ impl Journal {
         Ok(Self { socket: datagrams, lost: AtomicU64::new(0) })
     }
 
-    /// Sends a record. False when the journal does not take it, and it has to go to stderr. Never waits: what a journal that hangs has no room for is lost,
-    /// and the next record that it takes is followed by one that says how many were.
+    /// Sends a record. False when the journal does not take it, and it has to go to stderr. A journal that hangs is not waited for: what it has no room
+    /// for is lost, and the next record that it takes is followed by one that says how many were.
     pub fn send(&self, event: &Event<'_>) -> bool {
         let mut record = Record::default();
         let metadata = event.metadata();
         let mut line = Line::default();
         event.record(&mut line);
-        record.add("MESSAGE", line.finish());
+        let line = line.finish();
+        let of_stderr = format!("spile: {}\n", printable(&line));
+        record.add("MESSAGE", line);
         record.add("PRIORITY", priority(*metadata.level()));
         record.add("SYSLOG_IDENTIFIER", "spile");
         record.add("SPILE_MODULE", metadata.target());
         event.record(&mut record);
         match self.socket.send(record.lines.as_bytes()) {
             Ok(_) => self.tell_lost(),
-            // Stderr is a stream to the same journal.
-            Err(error) if error.kind() == ErrorKind::WouldBlock && !has_room(std::io::stderr()) => {
-                self.lost.fetch_add(1, Ordering::Relaxed);
-            }
+            // Stderr is a stream to the same journal, with room of its own.
+            Err(error) if error.kind() == ErrorKind::WouldBlock => match send_at_once(std::io::stderr(), &of_stderr) {
+                Ok(()) => {}
+                Err(Errno::NOTSOCK) => return false,
+                Err(_) => drop(self.lost.fetch_add(1, Ordering::Relaxed)),
+            },
             Err(_) => return false,
         }
         true
@@ -89,10 +94,12 @@ impl Journal {
     }
 }
 
-/// True when a write to `file` does not wait.
-fn has_room(file: impl AsFd) -> bool {
-    let mut asked = [PollFd::new(&file, PollFlags::OUT)];
-    poll(&mut asked, Some(&Timespec::default())) == Ok(1) && asked[0].revents().contains(PollFlags::OUT)
+/// Sends a line on a socket that has room for all of it now.
+fn send_at_once(socket: impl AsFd, line: &str) -> rustix::io::Result<()> {
+    match send(socket, line.as_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL)? {
+        sent if sent < line.len() => Err(Errno::AGAIN),
+        _ => Ok(()),
+    }
 }
 
 /// True when `stream`, which is DEVICE:INODE, is that file.
@@ -275,11 +282,11 @@ mod tests {
     #[test]
     fn a_stream_that_is_full_is_not_waited_for() {
         let (stream, reader) = std::os::unix::net::UnixStream::pair().unwrap();
-        assert!(has_room(&stream));
-        stream.set_nonblocking(true).unwrap();
-        while std::io::Write::write(&mut &stream, &[0; 4096]).is_ok() {}
-        assert!(!has_room(&stream));
+        assert_eq!(send_at_once(&stream, "a line\n"), Ok(()));
+        while send_at_once(&stream, &"x".repeat(4096)).is_ok() {}
+        assert_eq!(send_at_once(&stream, "a line\n"), Err(Errno::AGAIN));
         drop(reader);
+        assert_eq!(send_at_once(tempfile::tempfile().unwrap(), "a line\n"), Err(Errno::NOTSOCK));
     }
 
     #[test]

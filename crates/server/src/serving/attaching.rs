@@ -12,10 +12,10 @@ use super::changes::{Gone, is_being_detached};
 use super::claims::Claim;
 use super::control::Event;
 use super::disks::{self, Open, Served};
-use super::fronts::Role;
+use super::fronts::{Leaving, Role};
 use super::identity::Identity;
 use super::limits;
-use super::server::{Closer, Server};
+use super::server::Server;
 use super::sockets::absolute;
 use crate::disks::DiskSpec;
 use crate::uri::Address;
@@ -28,7 +28,7 @@ pub(super) struct Coming {
     addresses: Vec<(Role, Address)>,
     pub thread: JoinHandle<Result<Open>>,
     /// Keeps others from attaching a disk of this name, and successors from coming meanwhile.
-    _claim: Claim,
+    claim: Claim,
 }
 
 /// Waits for a thread that opens a disk.
@@ -37,20 +37,18 @@ pub(super) fn opened(thread: JoinHandle<Result<Open>>) -> Result<Open> {
     thread.join().unwrap_or_else(panicked)
 }
 
-/// Which disks are being opened. Clones are the same list.
+/// Which disks are being opened, and those that have been since the first of these threads looked at what is served. Clones are the same list.
 #[derive(Clone, Default)]
 pub(super) struct Arrivals(Arc<Mutex<Vec<(String, Identity)>>>);
 
 impl Arrivals {
-    /// Notes a disk, unless another one that is being opened is the same. The export of an NBD server has no lock that would tell.
+    /// Notes a disk, unless another one of the list is the same. The export of an NBD server has no lock that would tell.
     ///
     /// # Errors
     /// `Busy` with the name of that one.
     fn enter(&self, name: &str, identity: &Identity) -> Result<()> {
         let mut list = self.list();
-        if let Some((other, _)) =
-            list.iter().find(|(_, other)| !identity.goes_with(other) || !other.goes_with(identity))
-        {
+        if let Some((other, _)) = list.iter().find(|(_, other)| !identity.goes_with(other)) {
             let what = format!("this disk is being attached, as {other:?}");
             return Err(Error::new(ErrorKind::Busy, what).hint("try again when it is served"));
         }
@@ -58,7 +56,8 @@ impl Arrivals {
         Ok(())
     }
 
-    fn leave(&self, name: &str) {
+    /// Forgets a disk that is not open any more.
+    pub fn leave(&self, name: &str) {
         self.list().retain(|(other, _)| other != name);
     }
 
@@ -79,14 +78,19 @@ impl Server {
     /// Serves the disk of this name, which a thread has opened, or not, and answers the caller. When it fails, nothing has changed.
     pub(super) fn end_attach(&mut self, name: &str) {
         let Some(at) = self.coming.iter().position(|(coming, _)| coming.name == name) else { return };
-        let (Coming { spec, addresses, thread, _claim, .. }, call) = self.coming.remove(at);
-        self.arrivals.leave(name);
-        let done = opened(thread).and_then(|open| self.serve_too(open, spec, addresses));
-        self.show();
-        if let (Ok(()), Some(open)) = (&done, self.disks.last()) {
-            limits::place_new(&self.engine, open);
+        let (Coming { spec, addresses, thread, claim, .. }, call) = self.coming.remove(at);
+        match opened(thread) {
+            Ok(open) => self.serve_too(open, spec, addresses, claim, call),
+            Err(error) => {
+                self.arrivals.leave(name);
+                drop(claim);
+                call.answer(Err(error));
+            }
         }
-        call.answer(done);
+        if self.coming.is_empty() {
+            // Threads that start from now on look at all that is served, or is being closed, now.
+            self.arrivals.list().clear();
+        }
     }
 
     fn start_to_open(&self, attach: &Attach) -> Result<Coming> {
@@ -122,7 +126,7 @@ impl Server {
             opened
         });
         let thread = thread.map_err(|source| Error::io("start a thread to open a disk", source))?;
-        Ok(Coming { name, spec, addresses, thread, _claim: claim })
+        Ok(Coming { name, spec, addresses, thread, claim })
     }
 
     /// Refuses a name that a disk of this server has.
@@ -136,44 +140,41 @@ impl Server {
         self.detaching.iter().find(is_going).map_or(Ok(()), |gone| Err(is_being_detached(&gone.name)))
     }
 
-    /// Serves this disk, too, at these addresses. When that fails, it is closed.
-    fn serve_too(&mut self, open: Open, spec: DiskSpec, addresses: Vec<(Role, Address)>) -> Result<()> {
-        let name = open.name.clone();
+    /// Serves this disk, too, at these addresses. When that fails, it is closed, and then the caller is told.
+    fn serve_too(&mut self, open: Open, spec: DiskSpec, addresses: Vec<(Role, Address)>, claim: Claim, call: Call) {
         // Others may have come and gone while it was opened.
-        let refused = self.refuse_name(&name).and_then(|()| Served::of(&self.disks).refuse_twice(&open.identity));
-        if refused.is_err() {
-            self.close_unused(open);
-            return refused;
+        if let Err(refused) = self.refuse_too(&open) {
+            return self.close_unused(open, Leaving::default(), claim, call, refused);
         }
+        let names = open.names.clone();
         self.opening.add(spec);
         self.disks.push(open);
         let added = self.listen_on(addresses);
-        match self.disks.last() {
-            Some(open) if added.is_ok() => disks::begin(&self.engine, std::slice::from_ref(open), &self.sender),
-            _ => {
-                self.opening.remove(&name);
-                self.fronts.end(std::slice::from_ref(&name));
+        match (added, self.disks.last()) {
+            (Ok(()), Some(open)) => {
+                disks::begin(&self.engine, std::slice::from_ref(open), &self.sender);
+                self.show();
+                limits::place_new(&self.engine, open);
+                drop(claim);
+                call.answer(Ok(()));
+            }
+            (Err(why), Some(_)) => {
+                names.iter().for_each(|name| self.opening.remove(name));
+                let servers = self.fronts.take_out(&names);
                 if let Some(open) = self.disks.pop() {
-                    self.close_unused(open);
+                    self.close_unused(open, servers, claim, call, why);
                 }
             }
+            (added, None) => call.answer(added),
         }
-        added
     }
 
-    /// Closes a disk that nobody has used, beside the others: its storage may not answer.
-    fn close_unused(&mut self, open: Open) {
-        let engine = self.engine.clone();
-        let close = move |open: Open| {
-            let name = open.name.clone();
-            if let Err(error) = disks::close(&engine, vec![open], Ok(())) {
-                tracing::error!("the disk {name:?}, which was not attached, could not be closed: {error}");
-            }
-            Ok(())
-        };
-        match Closer::start("spile-close", close.clone()) {
-            Ok(closer) => self.closings.push(closer.give(open)),
-            Err(_) => drop(close(open)),
+    /// Refuses a disk that is open now, and may not be served beside the others.
+    fn refuse_too(&self, open: &Open) -> Result<()> {
+        self.refuse_name(&open.name)?;
+        if let Some(gone) = self.detaching.iter().find(|gone| !open.identity.goes_with(&gone.identity)) {
+            return Err(is_being_detached(&gone.name));
         }
+        Served::of(&self.disks).refuse_twice(&open.identity)
     }
 }

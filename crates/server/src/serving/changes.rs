@@ -51,7 +51,9 @@ struct Detaching {
     servers: Leaving,
     kept: KeptJobs,
     held: Holds,
+    /// Who is answered when it is closed, and what, unless that fails.
     call: Call,
+    answer: Result<()>,
 }
 
 /// A disk that was detached.
@@ -59,25 +61,25 @@ pub struct Detached {
     servers: Leaving,
     kept: KeptJobs,
     held: Holds,
-    closed: Result<()>,
     call: Call,
+    answer: Result<()>,
 }
 
 impl Detaching {
     /// Waits for the requests in flight, closes the disk and tells the main loop. May wait for ever for the disk's storage.
     fn finish(self, events: &mpsc::Sender<Event>) -> Result<()> {
-        let Self { engine, open, mut servers, kept, held, call } = self;
+        let Self { engine, open, mut servers, kept, held, call, answer } = self;
         servers.wait();
         let closed = disks::close(&engine, vec![open], Ok(()));
         if let Err(error) = &closed {
             // The caller may have gone.
-            tracing::error!("the disk {:?} was detached, and could not be closed: {error}", kept.name);
+            tracing::error!("the disk {:?}, which is served no more, could not be closed: {error}", kept.name);
         }
-        let result = closed.as_ref().map(drop).map_err(Error::duplicate);
+        let answer = answer.and(closed.as_ref().map(drop).map_err(Error::duplicate));
         // When the server ends, the failure is its own.
-        match events.send(Event::Detached(Box::new(Detached { servers, kept, held, closed, call }))) {
+        match events.send(Event::Detached(Box::new(Detached { servers, kept, held, call, answer }))) {
             Ok(()) => Ok(()),
-            Err(_) => result,
+            Err(_) => closed,
         }
     }
 }
@@ -140,20 +142,11 @@ impl Server {
     /// Begins to serve a disk no more. The caller is answered when it is closed: a thread waits for that, so a disk whose storage hangs holds up none of the
     /// others.
     pub(super) fn begin_detach(&mut self, name: &str, force: bool, call: Call) {
-        let events = self.sender.clone();
         // Before anything is taken away, because there may be no thread.
-        let closer = Closer::start("spile-detach", move |detaching: Detaching| detaching.finish(&events));
-        match closer.and_then(|closer| Ok((closer, self.detach(name, force)?))) {
+        match self.closer().and_then(|closer| Ok((closer, self.detach(name, force)?))) {
             Ok((closer, (open, servers, held))) => {
-                let kept = self.keep_jobs(&open);
-                // To close the disk ends them, too, but only after its last request, which may hang.
-                open.jobs.stop();
-                let (name, names, identity) = (open.name.clone(), open.names.clone(), open.identity.clone());
-                self.detaching.push(Gone { name, names, identity });
-                self.show();
-                let engine = self.engine.clone();
-                self.closings.retain(|thread| !thread.is_finished());
-                self.closings.push(closer.give(Detaching { engine, open, servers, kept, held, call }));
+                let detaching = self.detaching(open, servers, held, call, Ok(()));
+                self.closings.push(closer.give(detaching));
             }
             Err(error) => {
                 self.show();
@@ -162,15 +155,45 @@ impl Server {
         }
     }
 
+    /// A thread that closes a disk which is served no more.
+    fn closer(&mut self) -> Result<Closer<Detaching>> {
+        self.closings.retain(|thread| !thread.is_finished());
+        let events = self.sender.clone();
+        Closer::start("spile-detach", move |detaching: Detaching| detaching.finish(&events))
+    }
+
+    /// Notes that this disk is being closed: nobody else gets it before it is.
+    fn detaching(&mut self, open: Open, servers: Leaving, held: Holds, call: Call, answer: Result<()>) -> Detaching {
+        let kept = self.keep_jobs(&open);
+        // To close the disk ends them, too, but only after its last request, which may hang.
+        open.jobs.stop();
+        let (name, names, identity) = (open.name.clone(), open.names.clone(), open.identity.clone());
+        self.detaching.push(Gone { name, names, identity });
+        self.show();
+        Detaching { engine: self.engine.clone(), open, servers, kept, held, call, answer }
+    }
+
+    /// Closes a disk that was opened to be served, and is not for this reason, which the caller is told when it is closed.
+    pub(super) fn close_unused(&mut self, open: Open, servers: Leaving, claim: Claim, call: Call, why: Error) {
+        let closer = self.closer();
+        let detaching = self.detaching(open, servers, (claim, None), call, Err(why));
+        match closer {
+            Ok(closer) => self.closings.push(closer.give(detaching)),
+            // There is no thread, so this one waits.
+            Err(_) => drop(detaching.finish(&self.sender)),
+        }
+    }
+
     /// Takes note of the end of a detach, and answers the caller.
     pub(super) fn end_detach(&mut self, detached: Detached) {
-        let Detached { servers, kept, held, closed, call } = detached;
+        let Detached { servers, kept, held, call, answer } = detached;
         self.fronts.let_go(&servers);
         self.detaching.retain(|gone| gone.name != kept.name);
+        self.arrivals.leave(&kept.name);
         self.tell_ended(&kept);
         drop(held);
         self.show();
-        call.answer(closed);
+        call.answer(answer);
     }
 
     /// Serves a disk no more. It is to be closed when its servers have come to their end.

@@ -246,6 +246,7 @@ impl Nbd {
 }
 
 /// The servers of a disk that is served no more.
+#[derive(Default)]
 pub struct Leaving {
     names: Vec<String>,
     vhost: Vec<Vhost>,

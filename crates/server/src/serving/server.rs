@@ -282,18 +282,24 @@ impl Server {
     /// # Errors
     /// `served`'s, or the first failure to close a disk.
     pub fn close(self, served: Result<()>) -> Result<()> {
-        let Self { engine, disks, fronts, view, calls, closings, coming, .. } = self;
+        let Self { engine, disks, fronts, view, calls, mut closings, coming, .. } = self;
         view.show(None);
         events::end();
         // The fronts share the disks, and a disk's files and its connection to an NBD server end with its last share.
         drop(fronts);
-        let closed = disks::close(&engine, disks, served);
+        let mut late = Vec::new();
+        for (coming, call) in coming {
+            drop(call);
+            // Nobody has used it.
+            let of_it = engine.clone();
+            let close = move |thread| opened(thread).map_or(Ok(()), |open| disks::close(&of_it, vec![open], Ok(())));
+            match Closer::start("spile-close", close) {
+                Ok(closer) => closings.push(closer.give(coming.thread)),
+                Err(_) => late.extend(opened(coming.thread)),
+            }
+        }
+        let closed = disks::close(&engine, disks.into_iter().chain(late).collect(), served);
         let closed = closings.into_iter().map(joined).fold(closed, Result::and);
-        // Nobody has used these.
-        let closed = coming.into_iter().fold(closed, |closed, (coming, _)| match opened(coming.thread) {
-            Ok(open) => disks::close(&engine, vec![open], closed),
-            Err(_) => closed,
-        });
         engine.shutdown();
         // Who has asked for the end gets an answer before it comes.
         calls.wait_for_none(LAST_ANSWERS);

@@ -168,8 +168,13 @@ struct Pair {
 /// # Errors
 /// When there is no such disk, the target cannot be made, and when the backup fails.
 pub fn run(args: &BackupArgs) -> Result<Exit> {
-    let pairs = pairs(args)?;
-    let found: Vec<_> = pairs.iter().map(|pair| find(&pair.disk)).collect::<Result<_>>()?;
+    let disks = args.disks_and_target.split_last().map_or(&[][..], |(_, disks)| disks);
+    let found: Vec<_> = disks.iter().map(|disk| find(disk)).collect::<Result<_>>()?;
+    let pairs = pairs(args, &found)?;
+    if !args.overwrite && args.since.is_none() {
+        let hint = "choose another place; or --overwrite writes over the disk, once no guest uses it";
+        pairs.iter().try_for_each(|pair| onto::refuse_served_here(&pair.target.at, hint))?;
+    }
     let served: Vec<_> = found.iter().flatten().collect();
     let Some((server, _)) = served.first() else { return by_itself(args, pairs) };
     if served.len() < pairs.len() || served.iter().any(|(other, _)| other != server) {
@@ -238,7 +243,8 @@ fn whole(path: &Path) -> Result<String> {
     text.ok_or_else(|| Error::new(ErrorKind::InvalidInput, "the path is not UTF-8").at_path(path))
 }
 
-fn pairs(args: &BackupArgs) -> Result<Vec<Pair>> {
+/// Each disk and the place of its backup. `found` are the disks that servers have.
+fn pairs(args: &BackupArgs, found: &[Option<(PathBuf, String)>]) -> Result<Vec<Pair>> {
     let Some((target, disks)) = args.disks_and_target.split_last() else { return Ok(Vec::new()) };
     let manifest = args.manifest.clone();
     match disks {
@@ -263,14 +269,20 @@ fn pairs(args: &BackupArgs) -> Result<Vec<Pair>> {
         }
         _ => {
             let format = args.to.unwrap_or(Format::Vhd);
-            let pair = |disk: &PathBuf| {
-                let mut name = disk.file_stem().unwrap_or_default().to_owned();
+            let pair = |(disk, found): (&PathBuf, &Option<(PathBuf, String)>)| {
+                let mut name = match found {
+                    // A name, which may have dots in it, is no file's.
+                    Some((_, name)) if disk.as_os_str() == &**name => disk.file_name(),
+                    _ => disk.file_stem(),
+                }
+                .unwrap_or_default()
+                .to_owned();
                 name.push(format!(".{}", format.about().name));
                 let at = Locator::Path(target.join(name));
                 let (format, overwrite) = (Some(format), args.overwrite);
                 Pair { disk: disk.clone(), target: TargetSpec { at, format, manifest: None, parent: None, overwrite } }
             };
-            let pairs: Vec<_> = disks.iter().map(pair).collect();
+            let pairs: Vec<_> = disks.iter().zip(found).map(pair).collect();
             for (number, pair) in pairs.iter().enumerate() {
                 if pairs[..number].iter().any(|other| other.target == pair.target) {
                     let what = format!("two disks would have their backup in {}", disks::label(&pair.target.at));
@@ -482,7 +494,8 @@ pub fn restore(args: &RestoreArgs) -> Result<Exit> {
     }
     let at = existing(&args.backup)?;
     if !args.onto {
-        onto::refuse_served_here(&disks::locate(&args.disk)?)?;
+        let hint = "restore to a new file; or --onto writes over the disk, once no guest uses it";
+        onto::refuse_served_here(&disks::locate(&args.disk)?, hint)?;
     }
     let manifest = manifest_of(&at, args.manifest.as_deref())?;
     let known = Known { digests: manifest.digests()?, size_bytes: manifest.virtual_size_bytes };

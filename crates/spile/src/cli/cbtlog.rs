@@ -8,11 +8,11 @@
 //! | 32 | 4 | 1: the log is whole |
 //! | 40 | 8 | size of the disk in bytes |
 
-use std::fs::File;
 use std::io::Write as _;
 use std::path::Path;
 
 use spile_core::{Error, ErrorKind, Result};
+use spile_server::new_file::HalfMade;
 use spile_server::serving::api::checkpoints::{ChangedBlocks, ChangedRange};
 
 const HEADER_BYTES: usize = 48;
@@ -39,15 +39,18 @@ fn bytes_of(size_bytes: u64, ranges: &[ChangedRange]) -> Vec<u8> {
 /// `Exists` when there is something at `path`; the system's.
 pub fn write(path: &Path, changed: &ChangedBlocks) -> Result<()> {
     let log = bytes_of(changed.virtual_size_bytes, &changed.ranges);
-    let written = File::create_new(path).and_then(|mut file| {
-        file.write_all(&log)?;
-        file.sync_all()
-    });
-    written.map_err(|source| match source.kind() {
-        std::io::ErrorKind::AlreadyExists => Error::new(ErrorKind::Exists, "there is a file of this name already")
-            .at_path(path)
-            .hint("choose another name"),
-        _ => Error::io("write", source).at_path(path),
+    let exists = || Error::new(ErrorKind::Exists, "there is a file of this name already").at_path(path);
+    if path.symlink_metadata().is_ok() {
+        return Err(exists().hint("choose another name"));
+    }
+    // The file has its name once all of it is there: half of it would say that the rest has not changed.
+    let half = HalfMade::begin(path)?;
+    let mut file = half.file();
+    let written = file.write_all(&log).and_then(|()| file.sync_all());
+    written.map_err(|source| Error::io("write", source).at_path(path))?;
+    half.publish(path).map_err(|error| match error.kind() {
+        ErrorKind::Exists => exists().hint("choose another name"),
+        _ => error,
     })
 }
 

@@ -21,11 +21,12 @@ use spile_node::Aligned;
 use spile_server::backup::check_size;
 use spile_server::checkpoints;
 use spile_server::host_device;
-use spile_server::new_file::{HalfMade, exists, folder_of};
+use spile_server::new_file::{HalfMade, exists};
 use spile_store::{CacheMode, HostStore, OsFiles};
 use utoipa::ToSchema;
 
 use super::copy::{Chunks, for_each, read};
+use super::create::check_new_name;
 use super::fill::{Feed, Gather};
 use super::options::{Chosen, FormatArgs, Preallocate, parse_compression};
 use super::stream::{self, Beneath, put, zero};
@@ -317,6 +318,7 @@ fn report(args: &ConvertArgs, to: Format, converted: &Converted) -> Result<Exit>
 
 /// Makes a new disk, which gets its name when all of it is durable.
 fn into_new(args: &ConvertArgs, work: Work) -> Result<Converted> {
+    check_new_name(&args.dst)?;
     let signals = EndSignals::block()?;
     let half = HalfMade::begin(&args.dst)?;
     signals.exit_after(half.clean_up());
@@ -456,13 +458,14 @@ impl Work {
         let stat = path.metadata().map_err(|e| Error::io("cannot be found", e)).at_path(path)?;
         let held = disks::used_bytes(path).unwrap_or(0);
         if self.preallocate {
-            self.check_preallocation(&shape, &stat, held)?;
+            self.check_preallocation(&shape, path, &stat, held)?;
         }
         let Opened::Disk(disk) = source else { return Ok(new.size_bytes) };
         let count = space::count(&**disk, &shape).await?;
         if self.checks_space && !self.preallocate && !space::is_block_device(&stat) {
             let needed = shape.measure(&count).used_bytes.saturating_sub(held);
-            space::check(folder_of(&self.dst), &self.dst, needed).map_err(|error| match error.kind() {
+            // The name may lead elsewhere.
+            space::check(path, &self.dst, needed).map_err(|error| match error.kind() {
                 ErrorKind::NoSpace => {
                     error.hint("free some space; --no-space-check tries it, as some of it may be zeroes")
                 }
@@ -472,12 +475,12 @@ impl Work {
         Ok(count.data_bytes())
     }
 
-    fn check_preallocation(&self, shape: &Space, stat: &Metadata, held_bytes: u64) -> Result<()> {
+    fn check_preallocation(&self, shape: &Space, path: &Path, stat: &Metadata, held_bytes: u64) -> Result<()> {
         if space::is_block_device(stat) {
             let error = invalid("a block device has all its space already").at_path(&self.dst);
             return Err(error.hint("leave out --preallocate"));
         }
-        space::check_preallocation(shape, folder_of(&self.dst), &self.dst, held_bytes)
+        space::check_preallocation(shape, path, &self.dst, held_bytes)
     }
 
     async fn create(&self, path: &Path, new: &NewImage, beneath: Beneath) -> Result<()> {

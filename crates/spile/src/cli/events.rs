@@ -1,5 +1,6 @@
 //! `spile events`: what has happened to the disks that are served.
 
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use std::time::Duration;
@@ -10,7 +11,8 @@ use spile_server::serving::api::client::{LOOK_PATIENCE, ask};
 use spile_server::serving::api::discovery::{self, find_disk};
 use spile_server::serving::events::{DiskEvent, EventList, What, now_us};
 
-use super::{Exit, say};
+use super::Exit;
+use super::pace::put;
 use crate::log::{complain, printable};
 use crate::units::format_us;
 
@@ -102,13 +104,19 @@ fn show(event: &DiskEvent, json: bool) -> Result<()> {
     if json {
         let line = serde_json::to_string(event)
             .map_err(|error| Error::new(ErrorKind::InvalidInput, "cannot write JSON").caused_by(error))?;
-        say(line);
-        return Ok(());
+        return tell(line);
     }
     let ago = format_us(now_us().saturating_sub(event.at_unix_us) as f64);
     let disk = event.disk.as_deref().unwrap_or("-");
-    say(printable(&format!("{ago} ago  {disk}: {}", text(&event.what))));
-    Ok(())
+    tell(printable(&format!("{ago} ago  {disk}: {}", text(&event.what))))
+}
+
+/// Prints a line. Ends the process when nobody reads it: others wait for what comes.
+fn tell(line: impl Display) -> Result<()> {
+    match put(line)? {
+        true => Ok(()),
+        false => std::process::exit(0),
+    }
 }
 
 fn text(what: &What) -> String {

@@ -12,6 +12,7 @@ use serde::Serialize;
 use spile_core::{Error, ErrorKind, Locator, Result, ResultExt};
 use utoipa::ToSchema;
 
+use super::output::write_report;
 use super::{Exit, complain, print_json, say};
 use crate::disks;
 use crate::load::GuestOptions;
@@ -330,7 +331,7 @@ fn verdict(outcome: LoadOutcome, ended: Option<Signal>) -> Result<Exit> {
 
 fn save_model(path: &std::path::Path, models: &[Model]) -> Result<()> {
     let bytes = serde_json::to_vec(models).map_err(|e| Error::new(ErrorKind::InvalidInput, "model").caused_by(e))?;
-    std::fs::write(path, bytes).map_err(|e| Error::io("cannot write the model", e)).at_path(path)
+    write_report(path, "[{", &bytes)
 }
 
 fn verify_model(args: &LoadArgs, path: &std::path::Path) -> Result<Exit> {

@@ -3,7 +3,6 @@
 mod amend;
 mod backup;
 mod bench;
-mod beneath;
 mod cbtlog;
 mod check;
 mod checkpoint;
@@ -31,6 +30,7 @@ mod measure;
 mod move_disk;
 mod onto;
 mod options;
+mod output;
 mod pace;
 mod pause;
 mod progress;

@@ -5,11 +5,11 @@ use std::path::Path;
 use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_image::Graph;
 use spile_image::layer::Layer as _;
+use spile_server::beneath::may_share_bytes;
 use spile_server::serving::api::discovery;
 use spile_server::serving::api::types::{Disk, Export};
 use spile_store::{AnyStore, FileId, HostStore, may_be_same_export};
 
-use super::beneath::may_share_bytes;
 use crate::disks;
 use crate::uri::NbdUri;
 
@@ -78,19 +78,23 @@ pub fn refuse_layers(disk: &Graph<HostStore>, dst: &Locator) -> Result<()> {
     }
 }
 
-/// Refuses `dst` when a server of this host has it as an export of a disk: its guest may use it.
+/// Refuses `dst` when a server of this host has it as an export of a disk: its guest may use it. `hint` says what to do.
 ///
 /// # Errors
 /// `InvalidInput`, naming the disk.
-pub fn refuse_served_here(dst: &Locator) -> Result<()> {
-    let Some(at @ Place::Export(_)) = Place::of(dst) else { return Ok(()) };
-    let mut served = discovery::servers().unwrap_or_default().into_iter().flat_map(|(_, disks)| disks);
-    let is_meant = |disk: &Disk| disk.exports.iter().filter_map(Place::of_export).any(|place| place.meets(&at));
-    match served.find(is_meant) {
+pub fn refuse_served_here(dst: &Locator, hint: &str) -> Result<()> {
+    let Some(Place::Export(uri)) = Place::of(dst) else { return Ok(()) };
+    let served: Vec<Disk> = discovery::servers().unwrap_or_default().into_iter().flat_map(|(_, disks)| disks).collect();
+    // The first disk of a server has an export without a name, which may be any of that server's.
+    let is_named = |disk: &&Disk| disk.exports.iter().any(|export| export.name == uri.export);
+    let at = Place::Export(uri.clone());
+    let is_meant = |disk: &&Disk| disk.exports.iter().filter_map(Place::of_export).any(|place| place.meets(&at));
+    let mut meant = served.iter().filter(is_meant);
+    match meant.clone().find(is_named).or_else(|| meant.next()) {
         Some(disk) => {
             let what = format!("it is the disk {:?} of a server of this host, and a guest may use it", disk.name);
             let error = Error::new(ErrorKind::InvalidInput, what).at_path(Path::new(&disks::label(dst)));
-            Err(error.hint("restore to a new file; or --onto writes over the disk, once no guest uses it"))
+            Err(error.hint(hint))
         }
         None => Ok(()),
     }

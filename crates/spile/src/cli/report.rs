@@ -4,9 +4,10 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use spile_bench::report::{self, Live};
-use spile_core::{Error, ErrorKind, Result, ResultExt};
+use spile_core::{Error, ErrorKind, Result};
 use spile_server::serving::api::discovery;
 
+use super::output::write_report;
 use super::{Exit, complain, say};
 
 /// Make one HTML page of what experiments have found
@@ -50,7 +51,7 @@ pub fn run(args: &ReportArgs) -> Result<Exit> {
 fn write(places: &[PathBuf], output: &Path) -> Result<Exit> {
     let here = [PathBuf::from(".")];
     let report = report::make(if places.is_empty() { &here } else { places })?;
-    std::fs::write(output, &report.html).map_err(|e| Error::io("cannot write the page", e)).at_path(output)?;
+    write_report(output, "<!doctype html>", report.html.as_bytes())?;
     for file in &report.not_understood {
         complain(format_args!("{} is not understood: {}", file.path.display(), file.why));
     }

@@ -156,7 +156,7 @@ fn served(args: &RevertArgs, server: &Path, name: &str) -> Result<Reverted> {
     }
     let detail: DiskDetail = ask(server, "GET", &path_of(name), LOOK_PATIENCE)?;
     let leaf = detail.layers.first().map_or_else(|| PathBuf::from(&detail.disk.path), |leaf| leaf.path.clone().into());
-    let snapshot = snapshot_of(&args.snapshot, &leaf, || parents_of(&detail))?;
+    let snapshot = snapshot_of(&args.snapshot, &leaf, || Ok(parents_of(&detail)))?;
     let snapshot = std::path::absolute(&snapshot).map_err(|e| Error::io("find", e)).at_path(&snapshot)?;
     let order = json!(NewRevert {
         snapshot_path: snapshot.display().to_string(),
@@ -169,7 +169,7 @@ fn served(args: &RevertArgs, server: &Path, name: &str) -> Result<Reverted> {
 
 /// Has a disk go back that nobody serves.
 fn offline(args: &RevertArgs) -> Result<Reverted> {
-    let (at, base) = (file_at(&args.disk)?, file_at(&snapshot_of(&args.snapshot, &args.disk, Vec::new)?)?);
+    let (at, base) = (file_at(&args.disk)?, file_at(&snapshot_of(&args.snapshot, &args.disk, || Ok(Vec::new()))?)?);
     let read = args.parents.read_only(None);
     let write = OpenOptions { format: args.format, read_only: false, ..read.clone() };
     let keep = args.keep.clone();
@@ -179,7 +179,7 @@ fn offline(args: &RevertArgs) -> Result<Reverted> {
 }
 
 /// The image that a disk whose leaf lies at `disk` is to go back to.
-fn snapshot_of(snapshot: &Path, disk: &Path, parents: impl FnOnce() -> Vec<PathBuf>) -> Result<PathBuf> {
+fn snapshot_of(snapshot: &Path, disk: &Path, parents: impl FnOnce() -> Result<Vec<PathBuf>>) -> Result<PathBuf> {
     let found = named_image(snapshot, Some(disk), parents)?;
     if is_same_file(disk, &found) {
         let error = Error::new(ErrorKind::InvalidInput, "this is the disk itself").at_path(&found);
@@ -202,7 +202,7 @@ fn longer(path: &Path, extension: &str) -> PathBuf {
 ///
 /// # Errors
 /// `InvalidInput` when several are called so.
-fn named_image(image: &Path, disk: Option<&Path>, parents: impl FnOnce() -> Vec<PathBuf>) -> Result<PathBuf> {
+fn named_image(image: &Path, disk: Option<&Path>, parents: impl FnOnce() -> Result<Vec<PathBuf>>) -> Result<PathBuf> {
     let is_name = image.parent() == Some(Path::new(""));
     let of_disk = disk.and_then(Path::extension).map(|extension| extension.to_string_lossy().into_owned());
     let extensions = of_disk.map_or_else(
@@ -226,7 +226,7 @@ fn named_image(image: &Path, disk: Option<&Path>, parents: impl FnOnce() -> Vec<
     }
     if found.is_empty() && is_name {
         let name = image.to_string_lossy();
-        found = parents().into_iter().filter(|path| is_called(path, &name)).collect();
+        found = parents()?.into_iter().filter(|path| is_called(path, &name)).collect();
         found.sort_unstable();
         found.dedup();
     }
@@ -248,12 +248,19 @@ fn is_image(path: &Path) -> bool {
 }
 
 /// The parents of all disks that servers of this host have.
-fn served_parents() -> Vec<PathBuf> {
-    let servers = discovery::servers().unwrap_or_default();
-    let disks = servers.iter().flat_map(|(server, disks)| disks.iter().map(move |disk| (server, &disk.name)));
-    let details =
-        disks.filter_map(|(server, name)| ask::<DiskDetail>(server, "GET", &path_of(name), LOOK_PATIENCE).ok());
-    details.flat_map(|detail| parents_of(&detail)).collect()
+///
+/// # Errors
+/// When a server does not say what it has: an image of the name that is looked for may be its.
+fn served_parents() -> Result<Vec<PathBuf>> {
+    let mut parents = Vec::new();
+    for disk in discovery::all_disks()? {
+        let asked = ask::<DiskDetail>(Path::new(&disk.server), "GET", &path_of(&disk.name), LOOK_PATIENCE);
+        match asked {
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            detail => parents.extend(parents_of(&detail?)),
+        }
+    }
+    Ok(parents)
 }
 
 fn parents_of(disk: &DiskDetail) -> Vec<PathBuf> {

@@ -72,7 +72,8 @@ fn what_cannot_be_is_refused_before_anything_is_made() {
     // Neither onto the disk itself, nor onto another one that the server has.
     for export in ["", "refused", "other"] {
         let own = format!("nbd+unix:///{export}?socket={}", dir.join("n").display());
-        refused(2, &["backup", "refused", &own], "serves the export itself");
+        refused(2, &["backup", "refused", &own], "of a server of this host");
+        refused(2, &["backup", "refused", &own, "--overwrite"], "serves the export itself");
         refused(2, &["restore", "refused.raw", &own], "a guest may use it");
     }
     refused(2, &["backup", "refused", "other", "both"], "TARGET is a folder");
@@ -394,7 +395,7 @@ fn a_full_backup_takes_the_place_of_a_file_when_it_is_whole() {
     ok(dir, &["verify", "b.vhd"]);
     assert_eq!(bytes_of(dir, "b.vhd"), fs::read(dir.join("place.raw")).unwrap());
     // Neither the disk itself, nor what somebody uses, nor the parent of another image.
-    assert!(fails(dir, 1, &["backup", "place", "place.raw", "--overwrite"]).contains("in use"));
+    assert!(fails(dir, 2, &["backup", "place", "place.raw", "--overwrite"]).contains("the disk itself"));
     ok(dir, &["create", "child.vhd", "--parent", "b.vhd"]);
     assert!(fails(dir, 1, &["backup", "place", "b.vhd", "--overwrite"]).contains("child.vhd"));
     assert!(fails(dir, 2, &["backup", "place", "x.vhd", "--overwrite", "--since", "x"]).contains("cannot be used"));
@@ -404,8 +405,72 @@ fn a_full_backup_takes_the_place_of_a_file_when_it_is_whole() {
     ok(dir, &["backup", "place.raw", "b.vhd", "--overwrite"]);
     ok(dir, &["backup", "place.raw", "c.raw", "--overwrite"]);
     assert_eq!(bytes_of(dir, "c.raw"), fs::read(dir.join("place.raw")).unwrap());
-    assert!(fails(dir, 1, &["backup", "place.raw", "place.raw", "--overwrite"]).contains("in use"));
+    assert!(fails(dir, 2, &["backup", "place.raw", "place.raw", "--overwrite"]).contains("the disk itself"));
     assert_eq!(names(dir), ["b.vhd", "b.vhd.spile-backup", "c.raw", "c.raw.spile-backup", "place.raw"]);
+}
+
+#[test]
+fn a_backup_is_overwritten_by_one_of_the_same_disk_only_and_keeps_its_mode() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    raw(dir, "host.root.raw", 1);
+    raw(dir, "host.data.raw", 2);
+    fs::create_dir(dir.join("kept")).unwrap();
+    let served = serve(dir, &["host.root.raw", "host.data.raw"]);
+    // A name is no file's: what follows its last dot belongs to it.
+    ok(dir, &["backup", "host.root", "host.data", "kept", "--wait"]);
+    let made = ["host.data.vhd", "host.data.vhd.spile-backup", "host.root.vhd", "host.root.vhd.spile-backup"];
+    assert_eq!(names(&dir.join("kept")), made);
+    fs::set_permissions(dir.join("kept/host.root.vhd"), fs::Permissions::from_mode(0o600)).unwrap();
+    let said = fails(dir, 1, &["backup", "host.data", "kept/host.root.vhd", "--overwrite", "--wait"]);
+    assert!(said.contains("another disk") && said.contains("host.root.raw"), "{said}");
+    ok(dir, &["backup", "host.root.raw", "kept", "--overwrite", "--wait"]);
+    let mode = fs::metadata(dir.join("kept/host.root.vhd")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    assert_eq!(names(&dir.join("kept")), made);
+    ok(dir, &["verify", "kept/host.root.vhd"]);
+    assert!(served.terminate().success());
+    let said = fails(dir, 1, &["backup", "host.data.raw", "kept/host.root.vhd", "--overwrite"]);
+    assert!(said.contains("another disk"), "{said}");
+}
+
+/// Events that nobody reads any more end who passes them on.
+#[test]
+fn who_follows_events_ends_with_its_reader() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    raw(dir, "followed.raw", 1);
+    let served = serve(dir, &["followed.raw"]);
+    let mut command = spile();
+    command.args(["events", "--follow", "--json"]).current_dir(dir).stdout(Stdio::piped());
+    let mut follows = command.spawn().unwrap();
+    let mut out = io::BufReader::new(follows.stdout.take().unwrap());
+    ok(dir, &["backup", "followed", "one.vhd", "--wait"]);
+    let mut line = String::new();
+    io::BufRead::read_line(&mut out, &mut line).unwrap();
+    assert!(line.contains("job_ended"), "{line}");
+    drop(out);
+    ok(dir, &["backup", "followed", "other.vhd", "--wait"]);
+    eventually("it has ended", || follows.try_wait().unwrap().is_some());
+    assert!(served.terminate().success());
+}
+
+#[test]
+fn a_backup_writes_over_no_disk_that_a_server_of_this_host_has() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    raw(dir, "guests-own.raw", 1);
+    raw(dir, "other.raw", 2);
+    let served = serve(dir, &["guests-own.raw"]);
+    let uri = served.export("").to_string();
+    let before = fs::read(dir.join("guests-own.raw")).unwrap();
+    let said = fails(dir, 2, &["backup", "other.raw", &uri]);
+    assert!(said.contains("guests-own") && said.contains("--overwrite"), "{said}");
+    assert!(fs::read(dir.join("guests-own.raw")).unwrap() == before);
+    ok(dir, &["backup", "other.raw", &uri, "--overwrite"]);
+    assert!(fs::read(dir.join("guests-own.raw")).unwrap() == fs::read(dir.join("other.raw")).unwrap());
+    assert!(served.terminate().success());
 }
 
 #[test]

@@ -151,6 +151,28 @@ fn while_a_disk_that_hangs_is_attached_the_server_answers() {
 }
 
 #[test]
+fn who_is_told_that_a_disk_is_not_attached_may_use_its_image_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    two_disks(dir);
+    let served = start(dir, &["b.vhd"]);
+    let disk = dir.join("a.vhd");
+    let attach = |socket: &Path| {
+        let body = format!("{{\"disk\":\"{}\",\"vhost_user\":[\"{}\"]}}", disk.display(), socket.display());
+        post(dir, "/v1/disks", &body)
+    };
+    for _ in 0..5 {
+        let (status, said) = attach(&dir.join("nowhere/v"));
+        assert!(status >= 400 && said.to_string().contains("nowhere"), "{said}");
+        let file = fs::File::options().write(true).open(&disk).unwrap();
+        fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive).expect("nobody has the image any more");
+    }
+    let (status, said) = attach(&dir.join("v"));
+    assert!(status == 201 && said["disks"].as_array().unwrap().len() == 2, "{said}");
+    assert!(served.terminate().success());
+}
+
+#[test]
 fn a_server_that_ends_closes_what_was_just_being_attached() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();

@@ -268,8 +268,8 @@ fn a_hand_over_without_an_answer_keeps_the_disk_shut() {
     let (is_done, said) = mirrored.hand_over();
     assert!(!is_done && said.contains("it is not known whether the other host has the disk"), "{said}");
     assert!(mirrored.spile(&["ls", "--json"]).1.contains("handed_over") && !mirrored.is_export());
-    // The other host may still answer, and have the disk.
-    let (is_resumed, said) = mirrored.spile(&["resume", "here"]);
+    // The other host may still answer, and have the disk. A name is not enough while a server does not say what it has.
+    let (is_resumed, said) = mirrored.spile(&["resume", "here.raw"]);
     assert!(!is_resumed && said.contains(&format!("spile job {} cancel", mirrored.job)), "{said}");
     mirrored.there.signal(Signal::SIGCONT);
     // It may have come to its end by now.

@@ -290,3 +290,29 @@ fn the_error_of_the_server_that_is_asked_is_told() {
     }
     assert!(served.terminate().success());
 }
+
+/// Any server may have a disk of that name: which one is meant is not guessed.
+#[test]
+fn a_name_is_not_enough_while_a_server_does_not_say_which_disks_it_has() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let start = |folder: &str| {
+        fs::create_dir(dir.join(folder)).unwrap();
+        ok(&dir.join(folder), &["create", "twice.vhd", "--size", "8M"]);
+        let mut command = spile();
+        command.args(["serve", "twice.vhd", "--nbd", "unix:n"]).current_dir(dir.join(folder));
+        Served::spawn(&mut command, dir.join(folder).join("n")).unwrap()
+    };
+    let (one, other) = (start("one"), start("other"));
+    assert!(fails(dir, 2, &["snapshot", "twice", "--name", "s"]).contains("several servers"));
+    one.signal(nix::sys::signal::Signal::SIGSTOP);
+    for command in [&["snapshot", "twice", "--name", "s"][..], &["detach", "twice"], &["resize", "twice", "16M"]] {
+        let said = fails(dir, 1, command);
+        assert!(said.contains("is not known") && said.contains("other/twice.vhd"), "{command:?}: {said}");
+    }
+    ok(dir, &["snapshot", "other/twice.vhd", "--name", "s"]);
+    one.signal(nix::sys::signal::Signal::SIGCONT);
+    assert!(one.terminate().success());
+    ok(dir, &["snapshot", "twice", "--name", "t"]);
+    assert!(other.terminate().success());
+}

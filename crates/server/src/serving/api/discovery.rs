@@ -164,7 +164,8 @@ fn export_of(uri: &str) -> Option<(Address, String)> {
 /// The server and the name of the disk that a user means: by its name, or by the path or URI of its image.
 ///
 /// # Errors
-/// `NotFound`; `InvalidInput` when several servers have such a disk, or when the words name a disk and another file.
+/// `NotFound`; `InvalidInput` when several servers have such a disk, or when the words name a disk and another file; `TimedOut` for a name that a server may
+/// have, too, which does not say which disks it has.
 pub fn find_disk(text: &str) -> Result<(PathBuf, String)> {
     let (path, export) = (std::fs::canonicalize(text).ok(), export_of(text));
     let is_meant = |disk: &Disk| {
@@ -186,6 +187,13 @@ pub fn find_disk(text: &str) -> Result<(PathBuf, String)> {
     }
     match found.as_slice() {
         [] => Err(unknown(text, &silent)),
+        // Any number of disks may have a name. Nobody else has the image.
+        [(socket, disk)] if disk.name == text && !silent.is_empty() && path.is_none() && export.is_none() => {
+            let what = format!("whether one disk only is called {text:?} is not known: {}", silent.join(", "));
+            let (server, image) = (socket.display(), &disk.path);
+            let hint = format!("name its image, {image}; or the disk by its server: {server} --name {text}");
+            Err(Error::new(ErrorKind::TimedOut, what).hint(hint))
+        }
         [(socket, disk)] => Ok(((*socket).clone(), disk.name.clone())),
         several => {
             let sockets: Vec<_> = several.iter().map(|(socket, _)| socket.display().to_string()).collect();

@@ -28,7 +28,9 @@ pub async fn collect(folder: &Path, detail: Detail) -> Result<Families> {
         let answer = ask(&socket, detail).await;
         (socket, answer)
     };
-    let answers: Vec<_> = iter(sockets(folder)?).map(ask).buffered(AT_ONCE).collect().await;
+    // One that hangs holds up no other.
+    let mut answers: Vec<_> = iter(sockets(folder)?).map(ask).buffer_unordered(AT_ONCE).collect().await;
+    answers.sort_by(|(one, _), (other, _)| one.cmp(other));
     let mut families = Families::default();
     answers.into_iter().for_each(|(socket, answer)| add(&mut families, &socket, answer));
     process::collect(&mut families);

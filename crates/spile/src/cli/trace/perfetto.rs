@@ -14,21 +14,21 @@ use spile_core::metrics::span::PHASES;
 use spile_core::{Error, Result};
 use spile_server::serving::api::trace::{TracedQueue, TracedRequest};
 
+use super::super::output::{empty, report_file};
 use super::phases::latency_ns;
 
 /// A file for a trace.
 pub struct Out {
     path: PathBuf,
-    file: BufWriter<File>,
+    file: File,
 }
 
-/// Makes the file. One that is there is replaced.
+/// Makes the file. An older trace is replaced once there is a new one.
 ///
 /// # Errors
-/// The system's, with the path.
+/// As [`report_file`].
 pub fn create(path: &Path) -> Result<Out> {
-    let file = File::create(path).map_err(|e| Error::io("make a trace", e).at_path(path))?;
-    Ok(Out { path: path.to_owned(), file: BufWriter::new(file) })
+    Ok(Out { path: path.to_owned(), file: report_file(path, "{\"displayTimeUnit\"")? })
 }
 
 /// Writes all requests.
@@ -36,8 +36,12 @@ pub fn create(path: &Path) -> Result<Out> {
 /// # Errors
 /// The system's, with the path.
 pub fn write(out: Out, queues: &[TracedQueue], requests: &[TracedRequest]) -> Result<()> {
-    let Out { path, mut file } = out;
-    let written = write_to(&mut file, queues, requests).and_then(|()| file.flush());
+    let Out { path, file } = out;
+    let written = empty(&file).and_then(|()| {
+        let mut file = BufWriter::new(file);
+        write_to(&mut file, queues, requests)?;
+        file.flush()
+    });
     written.map_err(|e| Error::io("write a trace", e).at_path(&path))
 }
 
