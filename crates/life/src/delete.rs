@@ -170,6 +170,7 @@ pub async fn remove<F: Files>(
     let (image, data) = (leaf.image().store(), leaf.image().data_store());
     let data = (!std::ptr::eq(image, data)).then_some(data);
     if let Some(data) = data {
+        refuse_device(data, data.path())?;
         refuse_needed_data(tools, leaf.path(), data.path(), list).await?;
         if !with_data_file {
             let shown = data.path().display();

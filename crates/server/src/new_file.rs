@@ -89,17 +89,22 @@ impl HalfMade {
         Ok(())
     }
 
-    /// As [`HalfMade::publish`], in the place of the file that has that name, with its mode and, as far as this process may give them, its owner and group.
+    /// As [`HalfMade::publish`], in the place of the file that has that name. The new one may be used by nobody who might not use the old one, by its mode; it
+    /// gets its group where both have the same owner.
     ///
     /// # Errors
     /// The system's. The other file has its name then.
     pub fn replace(mut self, dst: &Path) -> Result<()> {
         let failed = |e: std::io::Error| Error::io("cannot give the disk its name", e).at_path(dst);
-        if let Ok(older) = std::fs::metadata(dst) {
-            // Nobody reads the new one who could not read the old one: the mode last, and only of the owner where the owner is another one.
-            let is_given = fchown(&self.file, Some(older.uid()), Some(older.gid())).is_ok();
-            let mode = if is_given { older.mode() } else { older.mode() & 0o700 };
-            self.file.set_permissions(std::fs::Permissions::from_mode(mode & 0o777)).map_err(failed)?;
+        if let (Ok(older), Ok(new)) = (std::fs::symlink_metadata(dst), self.file.metadata()) {
+            if older.uid() == new.uid() && older.gid() != new.gid() {
+                // A group that this process is not in is not given.
+                let _ = fchown(&self.file, None, Some(older.gid()));
+            }
+            let mode = new.mode() & (older.mode() | 0o600) & 0o777;
+            if older.is_file() && mode != new.mode() & 0o777 {
+                self.file.set_permissions(std::fs::Permissions::from_mode(mode)).map_err(failed)?;
+            }
         }
         if self.temporary.is_none() {
             let temporary = temporary_name(folder_of(dst));

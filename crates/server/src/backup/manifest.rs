@@ -218,19 +218,24 @@ impl Manifest {
         Err(Error::new(ErrorKind::InvalidInput, what).hint("make a full backup with --checkpoint"))
     }
 
-    /// Refuses a backup of another disk at `path`, the manifest of a backup that is to be overwritten. What is no manifest says nothing.
+    /// Refuses a backup of another disk at `path`, the manifest of a backup that is to be overwritten. Both disks are files that are there: one that is gone may have
+    /// been renamed, and devices and exports have several names. What is no manifest says nothing.
     ///
     /// # Errors
-    /// `Denied`, with the disk.
+    /// `Denied`, with the disk; as [`Manifest::refuse_other`].
     pub fn refuse_of_another(path: &Path, disk: &str, disk_id: Option<&str>) -> Result<()> {
+        Self::refuse_other(path)?;
         let Ok(there) = Self::read(path) else { return Ok(()) };
         let is_moved = disk_id.is_some() && there.disk_id.as_deref() == disk_id;
-        if there.disk == disk || is_moved {
-            return Ok(());
+        let file = |disk: &str| std::fs::canonicalize(disk).ok().filter(|path| path.is_file());
+        match (file(disk), file(&there.disk)) {
+            (Some(here), Some(other)) if here != other && !is_moved => {
+                let what = format!("it is the manifest of a backup of another disk, {}", there.disk);
+                let error = Error::new(ErrorKind::Denied, what).at_path(path);
+                Err(error.hint("choose another place; or remove that backup and its manifest, if nobody needs them"))
+            }
+            _ => Ok(()),
         }
-        let what = format!("it is the manifest of a backup of another disk, {}", there.disk);
-        let error = Error::new(ErrorKind::Denied, what).at_path(path);
-        Err(error.hint("choose another place; or remove that backup and its manifest, if nobody needs them"))
     }
 
     /// The digests of the pieces.

@@ -114,9 +114,6 @@ async fn begin(backups: Vec<Backup>, options: &Options) -> Result<Vec<Running>> 
         backup.target.check_kind(options.since.is_some())?;
         refuse_failed_syncs(&*backup.node.graph().await)?;
     }
-    for backup in &backups {
-        refuse_targets_of_others(backup).await?;
-    }
     let since = since_of(&backups, options).await?;
     let made_unix_s: Vec<_> = since.iter().map(|since| since.as_ref().map(|since| since.made_unix_s)).collect();
     let targets = open_targets(&backups, since).await?;
@@ -153,32 +150,47 @@ fn refuse_common_targets(backups: &[Backup]) -> Result<()> {
     Ok(())
 }
 
-/// Refuses to overwrite the backup of another disk, and a device that the disk itself lies on or beneath.
-async fn refuse_targets_of_others(backup: &Backup) -> Result<()> {
-    let Locator::Path(path) = backup.target.at.clone() else { return Ok(()) };
-    if let (true, Some(manifest)) = (backup.target.overwrite, backup.target.manifest()) {
+/// A disk, as its target is looked at.
+struct Owner {
+    /// Its path, or what its user knows it by.
+    label: String,
+    /// Which disk it is, wherever it goes.
+    id: Option<String>,
+    /// The files and devices that it lies in.
+    files: Vec<FileId>,
+}
+
+impl Owner {
+    async fn of(backup: &Backup) -> Self {
         let id = match &backup.checkpoints {
             Some(checkpoints) => since::disk_id(checkpoints).await,
             None => None,
         };
-        let disk = crate::disks::label(&backup.disk);
-        run_blocking(&path, move || Manifest::refuse_of_another(&manifest, &disk, id.as_deref())).await?;
-    }
-    let layers: Vec<FileId> = {
         let graph = backup.node.graph().await;
         let stores = graph.handles().iter().flat_map(|layer| [layer.image().store(), layer.image().data_store()]);
-        stores.filter_map(|store| store.file_id()).collect()
-    };
-    let device = path.clone();
-    let is_its_own = run_blocking(&path, move || {
-        let there = device.metadata().ok().map(|stat| FileId::of(&stat));
-        there.is_some_and(|there| layers.iter().any(|layer| may_share_bytes(*layer, there)))
-    });
-    if is_its_own.await {
-        let what = "the disk itself lies there: it cannot be written over while it is copied";
-        return Err(Error::new(ErrorKind::InvalidInput, what).at_path(&path).hint("choose another place"));
+        let files = stores.filter_map(|store| store.file_id()).collect();
+        Self { label: crate::disks::label(&backup.disk), id, files }
     }
-    Ok(())
+
+    /// Refuses to overwrite the backup of another disk, and a device that the disk itself lies on or beneath. The target's storage may hang.
+    async fn refuse_target(self, target: &TargetSpec) -> Result<()> {
+        let Locator::Path(path) = target.at.clone() else { return Ok(()) };
+        let manifest = target.manifest().filter(|_| target.overwrite);
+        let look = move || {
+            if let Some(manifest) = manifest {
+                Manifest::refuse_of_another(&manifest, &self.label, self.id.as_deref())?;
+            }
+            let there = path.metadata().ok().map(|stat| FileId::of(&stat));
+            match there.is_some_and(|there| self.files.iter().any(|file| may_share_bytes(*file, there))) {
+                true => {
+                    let what = "the disk itself lies there: it cannot be written over while it is copied";
+                    Err(Error::new(ErrorKind::InvalidInput, what).at_path(&path).hint("choose another place"))
+                }
+                false => Ok(()),
+            }
+        };
+        run_blocking(Path::new("the target"), look).await
+    }
 }
 
 /// The checkpoints since which the changes are to be copied.
@@ -203,8 +215,10 @@ async fn since_of(backups: &[Backup], options: &Options) -> Result<Vec<Option<Si
 
 /// Opens all targets, in a task of its own: one that hangs keeps no job from being cancelled.
 async fn open_targets(backups: &[Backup], since: Vec<Option<Since>>) -> Result<Vec<Target>> {
-    let wanted = |(backup, since): (&Backup, _)| (backup.target.clone(), backup.node.size_bytes(), since);
-    let wanted = backups.iter().zip(since).map(wanted).collect();
+    let mut wanted = Vec::new();
+    for (backup, since) in backups.iter().zip(since) {
+        wanted.push((backup.target.clone(), Owner::of(backup).await, backup.node.size_bytes(), since));
+    }
     let (done, opened) = oneshot::channel();
     spawn(async move {
         if let Err(Ok(targets)) = done.send(open_each(wanted).await) {
@@ -218,12 +232,13 @@ async fn open_targets(backups: &[Backup], since: Vec<Option<Since>>) -> Result<V
     }
 }
 
-async fn open_each(wanted: Vec<(TargetSpec, u64, Option<Since>)>) -> Result<Vec<Target>> {
+async fn open_each(wanted: Vec<(TargetSpec, Owner, u64, Option<Since>)>) -> Result<Vec<Target>> {
     let mut targets = Vec::new();
-    for (spec, size_bytes, since) in wanted {
-        let opened = match since {
-            None => spec.open(size_bytes).await,
-            Some(since) => spec.open_since(size_bytes, since).await,
+    for (spec, owner, size_bytes, since) in wanted {
+        let opened = match (owner.refuse_target(&spec).await, since) {
+            (Err(error), _) => Err(error),
+            (Ok(()), None) => spec.open(size_bytes).await,
+            (Ok(()), Some(since)) => spec.open_since(size_bytes, since).await,
         };
         match opened {
             Ok(target) => targets.push(target),

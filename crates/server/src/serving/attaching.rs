@@ -162,6 +162,8 @@ impl Server {
                 names.iter().for_each(|name| self.opening.remove(name));
                 let servers = self.fronts.take_out(&names);
                 if let Some(open) = self.disks.pop() {
+                    // NBD clients may find it already. When this fails, they find a disk that is closed.
+                    let _ = self.exchange_nbd();
                     self.close_unused(open, servers, claim, call, why);
                 }
             }

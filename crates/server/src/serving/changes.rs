@@ -132,7 +132,7 @@ impl Server {
     }
 
     /// Has a new NBD server with the disks that there are now listen on all NBD sockets.
-    fn exchange_nbd(&mut self) -> Result<()> {
+    pub(super) fn exchange_nbd(&mut self) -> Result<()> {
         let nbd = self.listening.iter().filter(|socket| socket.role == Role::Nbd);
         let shares: Vec<OwnedFd> = nbd.map(Listening::share).collect::<Result<_>>()?;
         self.fronts.exchange_nbd(&self.engine, &self.disks, &self.options)?;

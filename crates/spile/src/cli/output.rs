@@ -13,7 +13,9 @@ use spile_core::{Error, ErrorKind, Result};
 /// `Exists` for a file that begins with something else, and for a block device; the system's.
 pub fn report_file(path: &Path, begin: &str) -> Result<File> {
     let open = || {
-        let file = File::options().read(true).write(true).create(true).truncate(false).open(path)?;
+        let is_file = path.metadata().map_or(true, |stat| stat.is_file());
+        // Whoever reads at a pipe does not hear that all others have gone.
+        let file = File::options().read(is_file).write(true).create(is_file).truncate(false).open(path)?;
         let stat = file.metadata()?;
         let is_other = match stat.is_file() {
             true => !starts_with(&file, begin.as_bytes())?,

@@ -431,6 +431,9 @@ fn a_backup_is_overwritten_by_one_of_the_same_disk_only_and_keeps_its_mode() {
     assert_eq!(names(&dir.join("kept")), made);
     ok(dir, &["verify", "kept/host.root.vhd"]);
     assert!(served.terminate().success());
+    // The same disk by another path to it.
+    std::os::unix::fs::symlink(dir, dir.join("link")).unwrap();
+    ok(dir, &["backup", "link/host.root.raw", "kept", "--overwrite"]);
     let said = fails(dir, 1, &["backup", "host.data.raw", "kept/host.root.vhd", "--overwrite"]);
     assert!(said.contains("another disk"), "{said}");
 }

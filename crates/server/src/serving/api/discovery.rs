@@ -21,6 +21,8 @@ pub const JOBS_EXTENSION: &str = "jobs";
 
 /// How long a server may take to answer one who looks for a disk or a job. All are asked at once, so one that hangs costs this once.
 const FIND_PATIENCE: Duration = Duration::from_secs(2);
+/// How long a server that hands over is given before it, or the one that has its disks then, is asked again.
+const HAND_OVER: Duration = Duration::from_millis(500);
 /// So many are asked at a time: each takes a descriptor.
 pub const AT_ONCE: usize = 256;
 
@@ -105,6 +107,17 @@ fn asked() -> Result<Vec<(PathBuf, Result<Vec<Disk>>)>> {
     Ok(lists.into_iter().map(|(socket, list)| (socket, list.map(|list| list.disks))).collect())
 }
 
+/// As [`asked`]. A server that just hands over, or begins, is asked once more: it says nothing for a moment.
+fn asked_again() -> Result<Vec<(PathBuf, Result<Vec<Disk>>)>> {
+    let answers = asked()?;
+    let is_busy = |answer: &Result<Vec<Disk>>| answer.as_ref().is_err_and(|error| error.kind() == ErrorKind::Shutdown);
+    if answers.iter().any(|(_, answer)| is_busy(answer)) {
+        std::thread::sleep(HAND_OVER);
+        return asked();
+    }
+    Ok(answers)
+}
+
 /// Asks at all these sockets side by side, and returns the answers in their order. Where nobody listens, there is none.
 ///
 /// # Errors
@@ -173,11 +186,15 @@ pub fn find_disk(text: &str) -> Result<(PathBuf, String)> {
             || path.is_some() && std::fs::canonicalize(&disk.path).ok() == path
             || export.is_some() && export_of(&disk.path) == export
     };
-    let (mut servers, mut silent) = (Vec::new(), Vec::new());
-    for (socket, disks) in asked()? {
+    let (mut servers, mut silent, mut may_be_others) = (Vec::new(), Vec::new(), false);
+    for (socket, disks) in asked_again()? {
         match disks {
             Ok(disks) => servers.push((socket, disks)),
-            Err(error) => silent.push(format!("{} does not say which disks it has ({error})", socket.display())),
+            Err(error) => {
+                // Where this user may not ask, he does not mean its disk.
+                may_be_others |= error.kind() != ErrorKind::Denied;
+                silent.push(format!("{} does not say which disks it has ({error})", socket.display()));
+            }
         }
     }
     let disks = servers.iter().flat_map(|(socket, disks)| disks.iter().map(move |disk| (socket, disk)));
@@ -188,10 +205,9 @@ pub fn find_disk(text: &str) -> Result<(PathBuf, String)> {
     match found.as_slice() {
         [] => Err(unknown(text, &silent)),
         // Any number of disks may have a name. Nobody else has the image.
-        [(socket, disk)] if disk.name == text && !silent.is_empty() && path.is_none() && export.is_none() => {
+        [(_, disk)] if disk.name == text && may_be_others && path.is_none() && export.is_none() => {
             let what = format!("whether one disk only is called {text:?} is not known: {}", silent.join(", "));
-            let (server, image) = (socket.display(), &disk.path);
-            let hint = format!("name its image, {image}; or the disk by its server: {server} --name {text}");
+            let hint = format!("name the disk by its image, {}", disk.path);
             Err(Error::new(ErrorKind::TimedOut, what).hint(hint))
         }
         [(socket, disk)] => Ok(((*socket).clone(), disk.name.clone())),
