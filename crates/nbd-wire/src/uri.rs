@@ -63,18 +63,14 @@ pub struct TlsQuery {
     pub psk_file: Option<PathBuf>,
 }
 
-/// The keys of a [`TlsQuery`].
+/// The keys of a [`TlsQuery`], in the order of its fields.
 const TLS_KEYS: [&str; 3] = ["tls-certificates", "tls-hostname", "tls-psk-file"];
 
 impl TlsQuery {
     /// The values by their keys.
-    fn pairs(&self) -> [(&'static str, Option<String>); 3] {
+    fn pairs(&self) -> impl Iterator<Item = (&'static str, Option<String>)> {
         let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.to_string_lossy().into_owned());
-        [
-            ("tls-certificates", path(&self.certificates)),
-            ("tls-hostname", self.hostname.clone()),
-            ("tls-psk-file", path(&self.psk_file)),
-        ]
+        TLS_KEYS.into_iter().zip([path(&self.certificates), self.hostname.clone(), path(&self.psk_file)])
     }
 }
 
@@ -125,11 +121,9 @@ fn value_of(text: &str, query: &str, key: &str) -> Result<Option<String>, String
 }
 
 fn tls_query(text: &str, query: &str, tls: bool) -> Result<Option<TlsQuery>, String> {
-    let found = TlsQuery {
-        certificates: value_of(text, query, "tls-certificates")?.map(PathBuf::from),
-        hostname: value_of(text, query, "tls-hostname")?,
-        psk_file: value_of(text, query, "tls-psk-file")?.map(PathBuf::from),
-    };
+    let [certificates, hostname, psk_file] = TLS_KEYS.map(|key| value_of(text, query, key));
+    let (certificates, psk_file) = (certificates?.map(PathBuf::from), psk_file?.map(PathBuf::from));
+    let found = TlsQuery { certificates, hostname: hostname?, psk_file };
     let mut keys = query.split('&').filter_map(|pair| pair.split('=').next()).filter(|key| key.starts_with("tls-"));
     match tls {
         true => match keys.find(|key| value_of(text, query, key) == Ok(None) || !TLS_KEYS.contains(key)) {

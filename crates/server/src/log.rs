@@ -22,7 +22,12 @@ const ONLY_FOR_FIELDS: &str = "journal.";
 /// from a file that a stranger made and must not reach the terminal.
 pub fn complain(text: impl Display) {
     // In one piece: other processes may write there, too.
-    let _ = std::io::stderr().write_all(format!("spile: {}\n", printable(&text.to_string())).as_bytes());
+    let _ = std::io::stderr().write_all(line_of(text).as_bytes());
+}
+
+/// A line of the log on stderr.
+fn line_of(text: impl Display) -> String {
+    format!("spile: {}\n", printable(&text.to_string()))
 }
 
 /// `text` with its control characters escaped.

@@ -202,8 +202,7 @@ impl Manifest {
     /// `InvalidInput`.
     pub fn check_since(&self, since: &Since) -> Result<()> {
         let Since { disk, disk_id, name: since, made_unix_s } = since;
-        // A disk that was moved is the same one.
-        let is_moved = disk_id.is_some() && self.disk_id == *disk_id;
+        let is_moved = self.has_id(disk_id.as_deref());
         let has = |name: &str| format!("the backup is of the checkpoint {name:?}");
         let what = match &self.checkpoint {
             _ if self.disk != *disk && !is_moved => format!("the backup is of another disk, {}", self.disk),
@@ -218,6 +217,11 @@ impl Manifest {
         Err(Error::new(ErrorKind::InvalidInput, what).hint("make a full backup with --checkpoint"))
     }
 
+    /// True when the disk is known to be this one, which may have been moved.
+    fn has_id(&self, disk_id: Option<&str>) -> bool {
+        disk_id.is_some() && self.disk_id.as_deref() == disk_id
+    }
+
     /// Refuses a backup of another disk at `path`, the manifest of a backup that is to be overwritten. Both disks are files that are there: one that is gone may have
     /// been renamed, and devices and exports have several names. What is no manifest says nothing.
     ///
@@ -226,10 +230,9 @@ impl Manifest {
     pub fn refuse_of_another(path: &Path, disk: &str, disk_id: Option<&str>) -> Result<()> {
         Self::refuse_other(path)?;
         let Ok(there) = Self::read(path) else { return Ok(()) };
-        let is_moved = disk_id.is_some() && there.disk_id.as_deref() == disk_id;
         let file = |disk: &str| std::fs::canonicalize(disk).ok().filter(|path| path.is_file());
         match (file(disk), file(&there.disk)) {
-            (Some(here), Some(other)) if here != other && !is_moved => {
+            (Some(here), Some(other)) if here != other && !there.has_id(disk_id) => {
                 let what = format!("it is the manifest of a backup of another disk, {}", there.disk);
                 let error = Error::new(ErrorKind::Denied, what).at_path(path);
                 Err(error.hint("choose another place; or remove that backup and its manifest, if nobody needs them"))

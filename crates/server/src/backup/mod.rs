@@ -59,6 +59,16 @@ pub struct Backup {
     pub job: Arc<DiskJob>,
 }
 
+impl Backup {
+    /// Which disk it is, wherever it goes; `None` for one without checkpoints.
+    async fn disk_id(&self) -> Option<String> {
+        match &self.checkpoints {
+            Some(checkpoints) => since::disk_id(checkpoints).await,
+            None => None,
+        }
+    }
+}
+
 /// How backups are made.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
@@ -162,10 +172,7 @@ struct Owner {
 
 impl Owner {
     async fn of(backup: &Backup) -> Self {
-        let id = match &backup.checkpoints {
-            Some(checkpoints) => since::disk_id(checkpoints).await,
-            None => None,
-        };
+        let id = backup.disk_id().await;
         let graph = backup.node.graph().await;
         let stores = graph.handles().iter().flat_map(|layer| [layer.image().store(), layer.image().data_store()]);
         let files = stores.filter_map(|store| store.file_id()).collect();
@@ -176,6 +183,7 @@ impl Owner {
     async fn refuse_target(self, target: &TargetSpec) -> Result<()> {
         let Locator::Path(path) = target.at.clone() else { return Ok(()) };
         let manifest = target.manifest().filter(|_| target.overwrite);
+        let label = path.clone();
         let look = move || {
             if let Some(manifest) = manifest {
                 Manifest::refuse_of_another(&manifest, &self.label, self.id.as_deref())?;
@@ -189,7 +197,7 @@ impl Owner {
                 false => Ok(()),
             }
         };
-        run_blocking(Path::new("the target"), look).await
+        run_blocking(&label, look).await
     }
 }
 
@@ -201,10 +209,7 @@ async fn since_of(backups: &[Backup], options: &Options) -> Result<Vec<Option<Si
             None => None,
             Some(name) => {
                 let made_unix_s = since::made_at(backup, name).await?;
-                let disk_id = match &backup.checkpoints {
-                    Some(checkpoints) => since::disk_id(checkpoints).await,
-                    None => None,
-                };
+                let disk_id = backup.disk_id().await;
                 let disk = crate::disks::label(&backup.disk);
                 Some(Since { disk, disk_id, name: name.clone(), made_unix_s })
             }

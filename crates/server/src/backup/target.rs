@@ -346,7 +346,7 @@ impl Target {
 
     /// Closes the target after a backup that has failed. A file that was to be made is gone.
     pub async fn give_up(self) {
-        let Self { disk, half, older, _claimed, .. } = self;
+        let Self { disk, half, older, .. } = self;
         let _ = disk.close().await;
         drop((disk, older));
         if let Some((half, path)) = half {
@@ -359,7 +359,7 @@ impl Target {
     /// # Errors
     /// `Shutdown` when it is not wanted; `Exists` when something else has got its name meanwhile; the system's.
     pub async fn finish(self, manifest: Manifest, is_wanted: impl FnOnce() -> bool + Send + 'static) -> Result<()> {
-        let Self { disk, half, manifest: at, digests, parent, older, _claimed, .. } = self;
+        let Self { disk, half, manifest: at, digests, parent, older, .. } = self;
         if let Err(error) = disk.close().await {
             let Some((half, path)) = half else { return Err(error) };
             let error = half.told_as(&path, error);

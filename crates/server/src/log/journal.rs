@@ -18,7 +18,7 @@ use spile_core::Error;
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level};
 
-use super::{Line, ONLY_FOR_FIELDS, printable};
+use super::{Line, ONLY_FOR_FIELDS, line_of, printable};
 use crate::serving::api::types::Failure;
 
 /// Where the journal listens.
@@ -61,8 +61,7 @@ impl Journal {
         let mut line = Line::default();
         event.record(&mut line);
         let line = line.finish();
-        let of_stderr = format!("spile: {}\n", printable(&line));
-        record.add("MESSAGE", line);
+        record.add("MESSAGE", &line);
         record.add("PRIORITY", priority(*metadata.level()));
         record.add("SYSLOG_IDENTIFIER", "spile");
         record.add("SPILE_MODULE", metadata.target());
@@ -70,11 +69,13 @@ impl Journal {
         match self.socket.send(record.lines.as_bytes()) {
             Ok(_) => self.tell_lost(),
             // Stderr is a stream to the same journal, with room of its own.
-            Err(error) if error.kind() == ErrorKind::WouldBlock => match send_at_once(std::io::stderr(), &of_stderr) {
-                Ok(()) => {}
-                Err(Errno::NOTSOCK) => return false,
-                Err(_) => drop(self.lost.fetch_add(1, Ordering::Relaxed)),
-            },
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                match send_at_once(std::io::stderr(), &line_of(&line)) {
+                    Ok(()) => {}
+                    Err(Errno::NOTSOCK) => return false,
+                    Err(_) => drop(self.lost.fetch_add(1, Ordering::Relaxed)),
+                }
+            }
             Err(_) => return false,
         }
         true

@@ -149,26 +149,23 @@ impl Server {
         let names = open.names.clone();
         self.opening.add(spec);
         self.disks.push(open);
-        let added = self.listen_on(addresses);
-        match (added, self.disks.last()) {
-            (Ok(()), Some(open)) => {
-                disks::begin(&self.engine, std::slice::from_ref(open), &self.sender);
-                self.show();
-                limits::place_new(&self.engine, open);
-                drop(claim);
-                call.answer(Ok(()));
+        if let Err(why) = self.listen_on(addresses) {
+            names.iter().for_each(|name| self.opening.remove(name));
+            let servers = self.fronts.take_out(&names);
+            if let Some(open) = self.disks.pop() {
+                // NBD clients may find it already. When this fails, they find a disk that is closed.
+                let _ = self.exchange_nbd();
+                self.close_unused(open, servers, claim, call, why);
             }
-            (Err(why), Some(_)) => {
-                names.iter().for_each(|name| self.opening.remove(name));
-                let servers = self.fronts.take_out(&names);
-                if let Some(open) = self.disks.pop() {
-                    // NBD clients may find it already. When this fails, they find a disk that is closed.
-                    let _ = self.exchange_nbd();
-                    self.close_unused(open, servers, claim, call, why);
-                }
-            }
-            (added, None) => call.answer(added),
+            return;
         }
+        if let Some(open) = self.disks.last() {
+            disks::begin(&self.engine, std::slice::from_ref(open), &self.sender);
+            self.show();
+            limits::place_new(&self.engine, open);
+        }
+        drop(claim);
+        call.answer(Ok(()));
     }
 
     /// Refuses a disk that is open now, and may not be served beside the others.

@@ -12,7 +12,7 @@ use std::io::Write as _;
 use std::path::Path;
 
 use spile_core::{Error, ErrorKind, Result};
-use spile_server::new_file::HalfMade;
+use spile_server::new_file::{HalfMade, exists};
 use spile_server::serving::api::checkpoints::{ChangedBlocks, ChangedRange};
 
 const HEADER_BYTES: usize = 48;
@@ -39,17 +39,13 @@ fn bytes_of(size_bytes: u64, ranges: &[ChangedRange]) -> Vec<u8> {
 /// `Exists` when there is something at `path`; the system's.
 pub fn write(path: &Path, changed: &ChangedBlocks) -> Result<()> {
     let log = bytes_of(changed.virtual_size_bytes, &changed.ranges);
-    let exists = || Error::new(ErrorKind::Exists, "there is a file of this name already").at_path(path);
-    if path.symlink_metadata().is_ok() {
-        return Err(exists().hint("choose another name"));
-    }
     // The file has its name once all of it is there: half of it would say that the rest has not changed.
     let half = HalfMade::begin(path)?;
     let mut file = half.file();
     let written = file.write_all(&log).and_then(|()| file.sync_all());
     written.map_err(|source| Error::io("write", source).at_path(path))?;
     half.publish(path).map_err(|error| match error.kind() {
-        ErrorKind::Exists => exists().hint("choose another name"),
+        ErrorKind::Exists => exists(path).hint("choose another name"),
         _ => error,
     })
 }
