@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use crate::common::guests::{guest, names_in, nbd, open_files, serve, serve_again, try_serve};
 use crate::common::nbd::Client;
-use crate::common::{Served, eventually, fails, have, ok, spile};
+use crate::common::{Served, eventually, fails, have, ok, run, spile};
 use nix::sys::signal::Signal;
 use spile_lab::GuestQueue;
 use spile_lab::vhost::proto::feature;
@@ -162,7 +162,9 @@ fn a_disk_that_has_come_stays_no_export_when_others_are_attached_and_detached() 
     let is_export =
         |name: &str| Client::connect(&served.export(name)).is_ok_and(|client| client.read(0, &mut [0; 512]).is_ok());
     assert!(!resume().0 && is_export(""));
-    ok(dir, &["resume", "c", "--as-it-is"]);
+    // The client that has just looked is gone in a moment.
+    let resume_as_it_is = || run(dir, &["resume", "c", "--as-it-is"]).status.success();
+    eventually("the disk is let in as it is", resume_as_it_is);
     assert!(!is_export(""));
     assert!(served.terminate().success());
 }
