@@ -129,6 +129,23 @@ def qemu_img_json(*command):
     return json.loads(run("qemu-img", *command, "--output=json").stdout)
 
 
+def seven_zip():
+    """7-Zip's program under one of its names, or None: p7zip-full calls it 7z, some versions of 7zip only 7zz."""
+    return shutil.which("7z") or shutil.which("7zz")
+
+
+def need_seven_zip():
+    """7-Zip's program, or a skip."""
+    if program := seven_zip():
+        return program
+    raise unittest.SkipTest("neither 7z nor 7zz is installed (package 7zip or p7zip-full)")
+
+
+def read_by_seven_zip(image):
+    """The content of a VHD as 7-Zip reads it."""
+    return run(need_seven_zip(), "e", "-so", "-tVHD", image).stdout
+
+
 def sha256(path):
     """The sum of a file's content."""
     sums = hashlib.sha256()

@@ -1,23 +1,17 @@
 """7-Zip reads content: of dynamic images, and (as no other packaged program does) of chains."""
 
 import shutil
-import unittest
 
-from support import MIB, PeerTest, STANDIN, apply_change, check, need_module, overwrite_some, run, spile
+from support import (
+    MIB, PeerTest, STANDIN, apply_change, check, need_module, need_seven_zip, overwrite_some, read_by_seven_zip, run, spile,
+)
 
 SIZE_BYTES = 48 * MIB
 
 
-def seven_zip():
-    for name in ("7z", "7zz"):
-        if shutil.which(name):
-            return name
-    raise unittest.SkipTest("7z is not installed (package p7zip-full or 7zip)")
-
-
 class SevenZip(PeerTest):
     def setUp(self):
-        self.program = seven_zip()
+        need_seven_zip()
         if STANDIN:
             self.skipTest("needs spile convert")
         super().setUp()
@@ -25,8 +19,7 @@ class SevenZip(PeerTest):
     def assertReads(self, image, raw):
         """Checks that 7-Zip reads the content of `raw` from `image`."""
         out = self.path("seven.raw")
-        done = run(self.program, "e", "-so", "-tVHD", image, limit_s=300)
-        out.write_bytes(done.stdout)
+        out.write_bytes(read_by_seven_zip(image))
         self.assertEqual(out.stat().st_size, raw.stat().st_size)
         self.assertSame(raw, out, f"({image.name})")
 

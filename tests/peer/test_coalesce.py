@@ -9,7 +9,7 @@ import time
 
 from support import (
     KIB, LIMIT_S, MIB, PeerTest, STANDIN, apply_change, check, check_by_qemu, need, need_module, overwrite_some,
-    qemu_img_json, run, spile, spile_binary, spile_json, text,
+    qemu_img_json, read_by_seven_zip, run, seven_zip, spile, spile_binary, spile_json, text,
 )
 
 SIZE_BYTES = 96 * MIB
@@ -96,9 +96,8 @@ class Coalesce(PeerTest):
         self.assertOthersRead(raw, out)
 
     def assertOthersRead(self, raw, out):
-        program = shutil.which("7z") or shutil.which("7zz")
-        if program:
-            out.write_bytes(run(program, "e", "-so", "-tVHD", self.image("disk"), limit_s=300).stdout)
+        if seven_zip():
+            out.write_bytes(read_by_seven_zip(self.image("disk")))
             self.assertSame(raw, out, "(7-Zip)")
 
     def test_files_that_nobody_serves(self):

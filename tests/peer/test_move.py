@@ -2,11 +2,12 @@
 
 import json
 import random
-import shutil
 import threading
 import time
 
-from support import LIMIT_S, PeerTest, STANDIN, check, need, need_module, run, spile, spile_json
+from support import (
+    LIMIT_S, PeerTest, STANDIN, check, need, need_module, read_by_seven_zip, run, seven_zip, spile, spile_json,
+)
 from test_coalesce import Writer
 
 
@@ -33,10 +34,9 @@ class Move(PeerTest):
         check(disk)
         kind = "vpc" if disk.suffix == ".vhd" else "raw"
         run("qemu-img", "compare", "-f", kind, "-F", "raw", disk, model)
-        program = shutil.which("7z") or shutil.which("7zz")
-        if program and kind == "vpc":
+        if seven_zip() and kind == "vpc":
             out = self.path("out.raw")
-            out.write_bytes(run(program, "e", "-so", "-tVHD", disk, limit_s=300).stdout)
+            out.write_bytes(read_by_seven_zip(disk))
             self.assertSame(model, out, "(7-Zip)")
 
     def where(self):

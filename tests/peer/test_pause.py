@@ -4,7 +4,7 @@ import shutil
 import threading
 import time
 
-from support import LIMIT_S, MIB, PeerTest, STANDIN, run, spile, spile_json
+from support import LIMIT_S, MIB, PeerTest, STANDIN, read_by_seven_zip, run, seven_zip, spile, spile_json
 from test_coalesce import Writer
 
 SIZE_BYTES = 16 * MIB
@@ -32,9 +32,8 @@ class Pause(PeerTest):
             run("qemu-img", "convert", "-O", "raw", image, out)
             yield "qemu-img", out.read_bytes()[:SIZE_BYTES]
             out.unlink()
-        program = shutil.which("7z") or shutil.which("7zz")
-        if program:
-            yield program, run(program, "e", "-so", "-tVHD", image, limit_s=300).stdout
+        if seven_zip():
+            yield "7-Zip", read_by_seven_zip(image)
 
     def test_cp_of_a_paused_disk(self):
         disk, copy = self.path("disk.vhd"), self.path("copy.vhd")

@@ -3,7 +3,9 @@
 import re
 import shutil
 
-from support import GIB, MIB, PeerTest, STANDIN, check, need, qemu_img_json, run, spile, spile_json, text
+from support import (
+    GIB, MIB, PeerTest, STANDIN, check, need, qemu_img_json, read_by_seven_zip, run, seven_zip, spile, spile_json, text,
+)
 
 SIZE_BYTES = 48 * MIB
 # A size in the last sector of the table, one that needs a longer table, and one with a table of many sectors.
@@ -25,9 +27,9 @@ class Resize(PeerTest):
         run("qemu-img", "compare", "-f", "vpc", "-F", "raw", image, raw)
         if shutil.which("vhdiinfo"):
             self.assertRegex(text(run("vhdiinfo", image).stdout), rf"\({size_bytes} bytes\)|\b{size_bytes} bytes")
-        if shutil.which("7z") and size_bytes < GIB:
+        if seven_zip() and size_bytes < GIB:
             out = self.path("seven.raw")
-            out.write_bytes(run("7z", "e", "-so", "-tVHD", image, limit_s=300).stdout)
+            out.write_bytes(read_by_seven_zip(image))
             self.assertSame(raw, out)
         check(image)
 

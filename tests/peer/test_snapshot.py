@@ -5,7 +5,7 @@ import shutil
 import threading
 import time
 
-from support import LIMIT_S, MIB, PeerTest, STANDIN, check, run, spile, spile_json
+from support import LIMIT_S, MIB, PeerTest, STANDIN, check, read_by_seven_zip, run, seven_zip, spile, spile_json
 from test_coalesce import Writer
 
 SIZE_BYTES = 16 * MIB
@@ -56,10 +56,8 @@ class Snapshots(PeerTest):
         out.unlink(missing_ok=True)
         spile("convert", image, out)
         content = out.read_bytes()
-        program = shutil.which("7z") or shutil.which("7zz")
-        if program:
-            done = run(program, "e", "-so", "-tVHD", image, limit_s=300)
-            self.assertEqual(done.stdout, content, f"7-Zip reads {image} otherwise")
+        if seven_zip():
+            self.assertEqual(read_by_seven_zip(image), content, f"7-Zip reads {image} otherwise")
         if shutil.which("qemu-img"):
             found = run("qemu-img", "info", "-U", image).stdout
             self.assertIn(b"vpc", found)

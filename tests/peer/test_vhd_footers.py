@@ -3,7 +3,7 @@ footers that differ. The images are made by qemu-img, with and without force_siz
 
 import struct
 
-from support import MIB, PeerTest, STANDIN, need, qemu_img_json, run, spile, spile_json
+from support import MIB, PeerTest, STANDIN, need, qemu_img_json, read_by_seven_zip, run, spile, spile_json
 
 SIZE_BYTES = 40 * MIB
 FOOTER_BYTES = 512
@@ -64,8 +64,7 @@ class Footers(PeerTest):
         return int(line.split("(")[1].split()[0]) if "(" in line else int(line.split(":")[1].split()[0])
 
     def seven_zip_size(self, image):
-        need("7z", "p7zip-full")
-        return len(run("7z", "e", "-so", "-tVHD", image).stdout)
+        return len(read_by_seven_zip(image))
 
     def test_each_creator_with_a_smaller_and_a_larger_geometry(self):
         for creator in (b"vpc ", b"qemu", b"qem2", b"win ", b"tap\0", b"zzzz"):
