@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup build static demo test bench bench-vhost bench-life bench-xen report count fuzz sim soak guest peer iotests tidy deny test-xen clean
+.PHONY: help setup build static demo test test-long check bench bench-vhost bench-life bench-xen report count fuzz sim soak guest peer iotests tidy deny test-xen clean
 
 # rustup puts cargo here, and a shell that was open before does not know it yet.
 export PATH := $(HOME)/.cargo/bin:$(PATH)
@@ -21,6 +21,8 @@ help:
 	@echo 'make demo               install what is missing, build, and show Spile at work'
 	@echo 'make static             build one static file, and run the demo as on Linux 4.19'
 	@echo 'make test               every check; ends with "N passed, N failed, N skipped"'
+	@echo 'make check              what a change to a few crates needs, in minutes  (ARGS="--base main")'
+	@echo 'make test-long          the long versions of some checks, for hours'
 	@echo 'make bench              Spile beside qemu-nbd and nbdkit  (ARGS="--only randread")'
 	@echo 'make bench-vhost        the same over vhost-user, beside qemu-storage-daemon and fio'
 	@echo 'make bench-life         copies and merges of disks, beside qemu-img and nbdcopy  (ARGS="--rounds 9")'
@@ -51,6 +53,14 @@ demo: build
 test:
 	@scripts/setup.sh test
 	@cargo xtask test
+
+check:
+	@scripts/setup.sh build
+	@cargo xtask check $(ARGS)
+
+test-long:
+	@scripts/setup.sh test
+	@cargo xtask test-long
 
 bench:
 	@scripts/setup.sh test

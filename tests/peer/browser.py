@@ -18,7 +18,7 @@ import unittest
 from support import text
 
 # A limit for one start of the browser.
-LIMIT_S = 100
+LIMIT_S = 600
 
 FRAMES = """<!doctype html><title>frames</title><meta name="color-scheme" content="light dark">
 {frames}

@@ -65,7 +65,7 @@ class OneFile:
     def __exit__(self, *_):
         libc.umount2(str(self.folder).encode(), MNT_DETACH)
         # The thread ends when the kernel has let go of the file system.
-        self.thread.join(timeout=30)
+        self.thread.join(timeout=600)
         os.close(self.fd)
 
     def forget_locks(self):

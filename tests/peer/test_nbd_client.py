@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 
-from support import KIB, MIB, STANDIN, PeerTest, need, run, sha256, spile, spile_json, write_scattered
+from support import KIB, LIMIT_S, MIB, STANDIN, PeerTest, need, run, sha256, spile, spile_json, write_scattered
 
 SIZE_BYTES = 32 * MIB
 
@@ -238,7 +238,7 @@ class NbdClient(PeerTest):
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
         self.start(at, "qemu-nbd", "--persistent", "--shared=8", "--format=raw", "--socket", at, image)
-        said, _ = shell.communicate("read -P 5 0 64k\nflush\nflush\nquit\n", timeout=60)
+        said, _ = shell.communicate("read -P 5 0 64k\nflush\nflush\nquit\n", timeout=LIMIT_S)
         self.assertIn("wrote 65536/65536", said)
         self.assertIn("read 65536/65536", said)
         failed = [line for line in server.output().splitlines() if "command=Flush" in line and "may be gone" in line]

@@ -136,7 +136,7 @@ class Internal(Qcow2):
         before = self.raw_of(image, "before.raw")
         words = ["qemu-system-x86_64", "-S", "-M", "pc", "-m", "8M", "-display", "none", "-nodefaults", "-monitor", "stdio"]
         drive = f"if=virtio,format=qcow2,file={image}"
-        subprocess.run([*words, "-drive", drive], input=b"savevm ran\nquit\n", check=True, capture_output=True, timeout=120)
+        subprocess.run([*words, "-drive", drive], input=b"savevm ran\nquit\n", check=True, capture_output=True, timeout=LIMIT_S)
         self.fill(image, 5)
         one = spile_json("internal-snapshot", "-l", image)["snapshots"][0]
         self.assertGreater(one["guest_state_bytes"], 0)
@@ -147,7 +147,7 @@ class Internal(Qcow2):
         self.assertSame(self.raw_of(image), before)
         # The machine's state is there for QEMU still.
         subprocess.run(
-            [*words, "-drive", drive, "-loadvm", "ran"], input=b"quit\n", check=True, capture_output=True, timeout=120,
+            [*words, "-drive", drive, "-loadvm", "ran"], input=b"quit\n", check=True, capture_output=True, timeout=LIMIT_S,
         )
         self.spile("-d", "ran", image)
         self.assertSound(image)

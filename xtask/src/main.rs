@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod check;
 mod count;
 mod deny;
 mod fuzz;
@@ -28,6 +29,8 @@ const COMMANDS: &[(&str, &str, Entry)] = &[
     ("tidy", "check the design's rules: arrows, sizes, unsafe, dead files, docs", tidy::run),
     ("deny", "check licences and sources of the dependencies", deny::run),
     ("test", "run every check and print the sums", test::run),
+    ("test-long", "run the long versions of some of them", test::run_long),
+    ("check", "check the crates that changed, in minutes (--base REV)", check::run),
     ("sim", "run the crash simulator (--seeds N)", sim::run),
     ("fuzz", "run the fuzz targets (--seconds N, --only WORD)", fuzz::run),
     ("peer", "run the tests against other programs (a name selects)", peer::run),

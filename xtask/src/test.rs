@@ -2,24 +2,31 @@
 //!
 //! A stage is a program. Its output goes to `target/test-logs/STAGE.log`; when it fails, its end
 //! is printed too. A failed stage does not stop the others, so one run names all that is wrong.
-//! Each skip is printed with its reason. The last line is `N passed, N failed, N skipped`.
+//! Each skip is printed with its reason, and so are the stages' times and their slowest tests. The last line is `N passed, N failed, N skipped`.
 
 mod counts;
+mod rust;
+mod stages;
 
-use crate::{Result, bench, count, peer, shell};
+pub use rust::{build, rust_tests};
+pub use stages::{quick_checks, tally};
+
+use crate::{Result, shell};
 use counts::{Counts, Reader};
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
 /// Lines of a failed stage's log that are printed.
 const SHOWN_LINES: usize = 120;
+/// The slowest tests of a stage that are printed, and from how many seconds on.
+const SLOWEST: (usize, f64) = (10, 1.0);
 /// What a whole run takes on a fresh machine, in GiB: where it builds, and in the folder of temporary files.
-const ROOM_GIB: [u64; 2] = [12, 3];
+const ROOM_GIB: [u64; 2] = [6, 3];
 
 /// One program to run, and how to read its sums from what it prints.
-struct Stage {
+pub struct Stage {
     name: &'static str,
     command: Command,
     reader: Reader,
@@ -29,22 +36,39 @@ struct Outcome {
     name: &'static str,
     counts: Counts,
     seconds: f64,
+    slowest: Vec<(f64, String)>,
 }
 
 /// Runs all stages; an error when any check failed.
 pub fn run(arguments: &[String]) -> Result<()> {
     let only: String = shell::option(arguments, "--only", String::new())?;
-    let logs = shell::target_dir().join("test-logs");
-    std::fs::create_dir_all(&logs).map_err(|error| format!("{}: {error}", logs.display()))?;
     if only.is_empty() {
         tell_room();
     }
+    let mut groups = stages::all();
+    for lane in groups.iter_mut().flatten() {
+        lane.retain(|stage| stage.name.contains(&only));
+    }
+    run_groups(groups)
+}
+
+/// Runs the long versions of what [`run`] runs shortly, one after the other; an error when any check failed.
+pub fn run_long(_arguments: &[String]) -> Result<()> {
+    run_stages(stages::long())
+}
+
+/// Runs stages one after the other; an error when any check failed.
+pub fn run_stages(stages: Vec<Stage>) -> Result<()> {
+    run_groups(vec![vec![stages]])
+}
+
+/// Runs groups of lanes one after the other. The lanes of a group run beside each other.
+fn run_groups(groups: Vec<Vec<Vec<Stage>>>) -> Result<()> {
+    let logs = shell::target_dir().join("test-logs");
+    std::fs::create_dir_all(&logs).map_err(|error| format!("{}: {error}", logs.display()))?;
     let begun = Instant::now();
     let mut outcomes = Vec::new();
-    for mut lanes in stages()? {
-        for lane in &mut lanes {
-            lane.retain(|stage| stage.name.contains(&only));
-        }
+    for lanes in groups {
         outcomes.extend(run_beside(lanes, &logs)?);
     }
     print_sums(&outcomes, begun.elapsed().as_secs_f64())
@@ -74,79 +98,6 @@ fn tell_room() {
     }
 }
 
-/// The stages, in groups that run one after the other. A group has lanes, which run beside each other.
-fn stages() -> Result<Vec<Vec<Vec<Stage>>>> {
-    let tally = |name, command| Stage { name, command, reader: Reader::Tally };
-    let whole = |name, command| Stage { name, command, reader: Reader::Whole };
-    let mut alone = checks();
-    alone.extend(rust_tests()?);
-    alone.push(whole("demo", demo()));
-    alone.push(tally("peer", peer::command(&[])));
-    alone.push(tally("iotests", peer::iotests()));
-    alone.push(tally("soak", peer::short_soak()));
-    alone.push(tally("guest", peer::folder_command("guest")));
-    let mut groups: Vec<_> = alone.into_iter().map(|stage| vec![vec![stage]]).collect();
-    // What a program needs that counts alone is the same whatever else the machine does. Of the benchmarks nobody reads the figures here: they
-    // are to run to their end.
-    let mut beside = vec![tally("count", own(&["count", "--only", count::ALONE]))];
-    beside.extend(["bench", "bench-vhost", "bench-life"].map(|name| whole(name, own(&[name, "--quick"]))));
-    groups.push(vec![vec![tally("xen", peer::folder_command("xen"))], beside]);
-    groups.push(vec![vec![tally("served", own(&["count", "--only", count::SERVED]))]]);
-    Ok(groups)
-}
-
-/// What needs no test to run.
-fn checks() -> Vec<Stage> {
-    let one = |name, command| Stage { name, command, reader: Reader::Whole };
-    let mut stages = vec![
-        one("fmt", cargo(&["fmt", "--all", "--", "--check", "--color=never"])),
-        one("tidy", own(&["tidy"])),
-        Stage { name: "deny", command: own(&["deny"]), reader: Reader::Tally },
-        one("clippy", cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])),
-    ];
-    stages.push(one("release", cargo(&["build", "--release", "--package", "spile"])));
-    stages.push(one("hostile", peer::hostile_front()));
-    stages
-}
-
-/// The workspace's own tests: by nextest where it is, else by cargo; doc tests always by cargo.
-fn rust_tests() -> Result<Vec<Stage>> {
-    let unit = if shell::on_path("cargo-nextest") {
-        let mut command = cargo(&["nextest", "run", "--workspace", "--success-output=immediate"]);
-        // Many tests wait most of their time: for a limit, a hang, a kill.
-        let at_a_time = bench::server::core_count() * 2;
-        command.args(["--color=never", "--no-tests=pass"]).arg(format!("--test-threads={at_a_time}"));
-        Stage { name: "unit", command, reader: Reader::Nextest }
-    } else {
-        let mut command = cargo(&["test", "--workspace", "--lib", "--bins", "--tests"]);
-        command.args(["--no-fail-fast", "--", "--show-output"]);
-        Stage { name: "unit", command, reader: Reader::CargoTest }
-    };
-    let doc = cargo(&["test", "--workspace", "--doc"]);
-    Ok(vec![unit, Stage { name: "doc", command: doc, reader: Reader::CargoTest }])
-}
-
-/// The first thing that a user runs, made short.
-fn demo() -> Command {
-    let mut command = Command::new(shell::target_dir().join("release/spile"));
-    command.args(["demo", "--seconds", "2", "--span", "128M"]).current_dir(shell::root());
-    command
-}
-
-fn cargo(arguments: &[&str]) -> Command {
-    let mut command = shell::cargo();
-    command.args(arguments);
-    command
-}
-
-/// A command of this program. A fresh process, so that its output can be kept.
-fn own(arguments: &[&str]) -> Command {
-    let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("xtask"));
-    let mut command = Command::new(program);
-    command.args(arguments).current_dir(shell::root());
-    command
-}
-
 fn run_stage(mut stage: Stage, logs: &Path) -> Result<Outcome> {
     println!("{:<11} running", stage.name);
     let path = logs.join(format!("{}.log", stage.name));
@@ -167,7 +118,7 @@ fn run_stage(mut stage: Stage, logs: &Path) -> Result<Outcome> {
     if counts.failed > 0 {
         print_end(&log, &path);
     }
-    Ok(Outcome { name: stage.name, counts, seconds })
+    Ok(Outcome { name: stage.name, counts, seconds, slowest: counts::slowest(&log, SLOWEST.0) })
 }
 
 /// Runs with both outputs in one file; answers whether it ended well.
@@ -196,12 +147,17 @@ fn print_end(log: &str, path: &Path) {
 fn print_sums(outcomes: &[Outcome], seconds: f64) -> Result<()> {
     let mut sum = Counts::default();
     println!("\n{:<11} {:>7} {:>7} {:>7} {:>9}", "stage", "passed", "failed", "skipped", "seconds");
-    for Outcome { name, counts, seconds } in outcomes {
+    for Outcome { name, counts, seconds, .. } in outcomes {
         let Counts { passed, failed, skipped, .. } = counts;
         println!("{name:<11} {passed:>7} {failed:>7} {skipped:>7} {seconds:>9.1}");
         sum.add(counts);
     }
     println!("{:<11} {:>33.1}", "all", seconds);
+    for Outcome { name, slowest, .. } in outcomes {
+        for (seconds, test) in slowest.iter().filter(|(seconds, _)| *seconds >= SLOWEST.1) {
+            println!("slow: {name}: {seconds:.1} s {test}");
+        }
+    }
     for reason in &sum.reasons {
         println!("skipped: {reason}");
     }

@@ -3,7 +3,7 @@
 //! Every rule is a pure function from text to findings, so that a test can feed it a sample that
 //! breaks it. This module only walks the tree, calls the rules and prints what they found.
 
-mod arrows;
+pub mod arrows;
 mod docs;
 mod mods;
 mod rules;

@@ -54,7 +54,7 @@ impl Flag {
     fn wait_blocking(&self) {
         let start = Instant::now();
         while !self.set.swap(false, Ordering::SeqCst) {
-            assert!(start.elapsed() < Duration::from_secs(60), "a wake was lost");
+            assert!(start.elapsed() < Duration::from_secs(600), "a wake was lost");
             std::thread::yield_now();
         }
     }
@@ -240,7 +240,7 @@ fn an_engine_that_is_dropped_ends_its_threads() {
     };
     let start = Instant::now();
     while weak.upgrade().is_some() {
-        assert!(start.elapsed() < Duration::from_secs(60));
+        assert!(start.elapsed() < Duration::from_secs(600));
         std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -54,7 +54,7 @@ fn run(queue: &mut Queue, (op, len): (Op, u32), count: usize, sleeps: bool) {
         }
         queue.publish();
         if queue.outstanding() > 0 {
-            let patience = Duration::from_secs(30);
+            let patience = Duration::from_secs(600);
             assert!(if sleeps { queue.sleep(patience) } else { queue.spin(patience) }.unwrap(), "no answer");
         }
     }

@@ -47,7 +47,7 @@ fn run(queue: &mut Queue, op: Op, count: usize, sleep: bool) {
         }
         queue.publish();
         if queue.outstanding() > 0 {
-            let patience = Duration::from_secs(30);
+            let patience = Duration::from_secs(600);
             assert!(if sleep { queue.sleep(patience) } else { queue.spin(patience) }.unwrap(), "no answer");
         }
     }

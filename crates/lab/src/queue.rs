@@ -11,7 +11,7 @@ use spile_core::{Error, ErrorKind, Result};
 use spile_mem::Segments;
 
 /// How long one request may take in [`GuestQueue::run`].
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// A request that the server has answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -11,7 +11,7 @@ use spile_lab::vhost::{Device, DeviceOptions, LinkState, Op, Queue, QueueOptions
 
 const PROGRAM: &str = "qemu-storage-daemon";
 const DISK_BYTES: u64 = 64 << 20;
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// A running server with one disk, ended when dropped.
 struct Server {

@@ -1,5 +1,10 @@
-"""The base of tests on Xen: one host for all tests of a class, and a new one after a test that failed."""
+"""The base of tests on Xen: one host for all tests of a run, and a new one after a test that failed.
 
+A class adds what it needs to that host: `images` returns files for the host's disk, `prepare` is called on the host before
+the first test of the class, `compare_images` looks at the disk when the host has ended (test_xen_written.py).
+"""
+
+import atexit
 import pathlib
 import shutil
 import tempfile
@@ -18,8 +23,10 @@ COMPLAINTS = (
 
 
 class XenTest(unittest.TestCase):
+    # Of all classes together: the host, the folder with its files, and the classes that it is prepared for.
     running = None
     folder = None
+    prepared = set()
 
     @classmethod
     def setUpClass(cls):
@@ -27,25 +34,19 @@ class XenTest(unittest.TestCase):
             ("qemu-system-x86_64", "qemu-system-x86"), ("busybox", "busybox-static"), ("debugfs", "e2fsprogs"),
         ):
             need(program, package)
-        cls.parts = parts()
-        cls.addClassCleanup(cls.drop)
+        XenTest.parts = parts()
 
-    @classmethod
-    def tearDownClass(cls):
-        if cls.running:
-            cls.running.leave()
-
-    @classmethod
-    def drop(cls):
-        host, cls.running = cls.running, None
+    @staticmethod
+    def drop():
+        host, XenTest.running = XenTest.running, None
         if host:
             host.close()
-        if cls.folder:
-            shutil.rmtree(cls.folder, ignore_errors=True)
+        if XenTest.folder:
+            shutil.rmtree(XenTest.folder, ignore_errors=True)
 
     @classmethod
     def start(cls):
-        """Starts a host with the class's images. An emulated host that does not come up is told, and another one is
+        """Starts a host with the images of all classes. An emulated host that does not come up is told, and another one is
         started, once: no test has begun by then."""
         try:
             cls.boot()
@@ -54,24 +55,35 @@ class XenTest(unittest.TestCase):
             print(f"NOTE {cls.__name__}: a host with Xen did not come up, and another one was started: {words}")
             cls.drop()
             cls.boot()
-        cls.prepare(cls.running)
 
-    @classmethod
-    def boot(cls):
+    @staticmethod
+    def boot():
         TARGET.mkdir(parents=True, exist_ok=True)
-        cls.folder = pathlib.Path(tempfile.mkdtemp(prefix="xen-", dir=TARGET))
-        cls.running = Host(cls.parts, cls.folder, cls.images(cls.folder))
-        cls.running.wait_ready()
-        cls.running.ask("true")
+        folder = XenTest.folder = pathlib.Path(tempfile.mkdtemp(prefix="xen-", dir=TARGET))
+        XenTest.prepared = set()
+        images = [path for cls in XenTest.that_define("images") for path in cls.images(folder)]
+        XenTest.running = Host(XenTest.parts, folder, images)
+        XenTest.running.wait_ready()
+        XenTest.running.ask("true")
+
+    @staticmethod
+    def that_define(name):
+        """Returns the loaded classes of tests that have a method of this name of their own."""
+        found, waiting = [], [XenTest]
+        while waiting:
+            cls = waiting.pop(0)
+            waiting += cls.__subclasses__()
+            if name in vars(cls):
+                found.append(cls)
+        return found
 
     @classmethod
-    def images(cls, folder):
-        """Returns the files that dom0 finds under /data."""
-        return []
-
-    @classmethod
-    def prepare(cls, host):
-        """Prepares a new host for the first test."""
+    def prepare_all(cls):
+        """Prepares the host for the class and for those that it is made of, once."""
+        for base in reversed(cls.__mro__):
+            if "prepare" in vars(base) and base not in XenTest.prepared:
+                base.prepare(XenTest.running)
+                XenTest.prepared.add(base)
 
     @contextmanager
     def host(self):
@@ -80,6 +92,7 @@ class XenTest(unittest.TestCase):
         try:
             if cls.running is None:
                 cls.start()
+            cls.prepare_all()
             yield cls.running
             self.assertEqual(self.complaints(), "")
             well = True
@@ -117,3 +130,6 @@ class XenTest(unittest.TestCase):
         if not path.exists():
             raise AssertionError(f"no {name} on the host's disk: {text(done.stderr)}")
         return path
+
+
+atexit.register(XenTest.drop)

@@ -45,12 +45,12 @@ load() {
   [ -e /sys/module/$1 ] || { module=$1; shift; insmod /modules/$module.ko "$@"; }
 }
 
-# until_true COMMAND: repeats a command until it succeeds, for some minutes at most.
+# until_true COMMAND: repeats a command until it succeeds, for ten minutes or so at most.
 until_true() {
   tries=0
   until eval "$1"; do
     tries=$((tries + 1))
-    [ $tries -lt 1200 ] || { echo "never true: $1"; return 1; }
+    [ $tries -lt 5000 ] || { echo "never true: $1"; return 1; }
     sleep 0.1
   done
 }

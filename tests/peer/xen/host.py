@@ -12,7 +12,7 @@ from emulated import BOOT_LIMIT_S, Commands, ext4_image
 from parts import dom0_initramfs, domu_initramfs
 from support import MIB, need, spile_binary, text
 
-DATA_BYTES = 1024 * MIB
+DATA_BYTES = 2048 * MIB
 XEN_WORDS = (
     "console=com1 com1=115200,8n1 dom0_mem=640M,max:640M"
     # Without it programs in dom0 crash now and then: lazily restored registers and emulation do not agree.

@@ -13,43 +13,49 @@ SIZE_MIB = 64
 
 
 class ServedTest(XenTest):
+    # Of all classes together: the backend that runs, the path of each image on the host, the checksums of parents, and the
+    # checksums that front ends have read, by image.
     backend = None
+    disks = {}
+    parents = {}
+    seen = {}
 
     @classmethod
     def setUpClass(cls):
         need_backend()
         super().setUpClass()
 
-    @classmethod
-    def images(cls, folder):
+    @staticmethod
+    def images(folder):
         raws = [domu_root(folder, folder / f"{name}.raw", seed) for seed, name in enumerate(("xl", "hand"))]
         raws += [write_scattered(folder / f"{name}.raw", SIZE_MIB * MIB, 9) for name in ("files", "work")]
-        cls.disks = {raw.stem: f"/data/{chain(raw).name}" for raw in raws}
+        ServedTest.disks = {raw.stem: f"/data/{chain(raw).name}" for raw in raws}
         plain = folder / "plain.raw"
         plain.write_bytes(b"")
-        cls.disks["plain"] = "/data/plain.raw"
-        cls.parents = {path.name: sha256(path) for path in folder.glob("*-parent.vhd")}
-        # The checksums that front ends have read, by image.
-        cls.seen = {"files": sha256(folder / "files.raw")}
+        ServedTest.disks["plain"] = "/data/plain.raw"
+        ServedTest.parents = parents(folder, raws)
+        ServedTest.seen = {"files": sha256(folder / "files.raw")}
+        ServedTest.backend = None
         children = [] if STANDIN else [folder / f"{raw.stem}.vhd" for raw in raws]
-        return [*(children or raws), plain, *folder.glob("*-parent.vhd")]
+        return [*(children or raws), plain, *(folder / name for name in ServedTest.parents)]
 
-    @classmethod
-    def prepare(cls, host):
-        host.ask(f"truncate -s {SIZE_MIB}M /data/plain.raw && mkdir -p /mnt")
-        cls.backend = backend(host)
+    @staticmethod
+    def prepare(host):
+        host.ask(f"[ -s /data/plain.raw ] || truncate -s {SIZE_MIB}M /data/plain.raw; mkdir -p /mnt")
+        ServedTest.backend = backend(host)
 
-    @classmethod
-    def tearDownClass(cls):
-        if cls.running:
-            cls.backend.stop()
-        super().tearDownClass()
-        if cls.running:
-            cls.compare_images()
+    @staticmethod
+    def stop_backend():
+        """Ends the backend in order, if one runs. The next test that needs one starts another."""
+        if XenTest.running and ServedTest.backend:
+            ServedTest.backend.stop()
+            ServedTest.backend = None
+            XenTest.prepared.discard(ServedTest)
 
-    @classmethod
-    def compare_images(cls):
+    @staticmethod
+    def compare_images():
         """Checks the images as the host has left them."""
+        cls = ServedTest
         for name, before in cls.parents.items():
             if sha256(cls.fetch(f"{name}")) != before:
                 raise AssertionError(f"{name} changed under its child")
@@ -83,3 +89,9 @@ class ServedTest(XenTest):
         if cls.running is None or cls.backend is None:
             return words
         return f"the backend:\n{cls.last_words(cls.backend.said)}\n{words}"
+
+
+def parents(folder, raws):
+    """Returns the name and the checksum of each parent that the chains of these images have."""
+    paths = [folder / f"{raw.stem}-parent.vhd" for raw in raws]
+    return {path.name: sha256(path) for path in paths if path.exists()}

@@ -20,6 +20,8 @@ pub struct Counts {
 pub enum Reader {
     /// The stage is one check: its exit code.
     Whole,
+    /// The same, and a compiler that warns has failed.
+    Silent,
     /// Our own runners: a last line `N passed, N failed, N skipped`, and `SKIP name: reason` lines.
     Tally,
     /// `cargo nextest run`.
@@ -32,7 +34,8 @@ impl Reader {
     /// Sums in `log`; `ended_well` is whether the program's exit code was 0.
     pub fn read(self, log: &str, ended_well: bool) -> Counts {
         let mut counts = match self {
-            Reader::Whole => Counts { passed: u64::from(ended_well), ..Counts::default() },
+            Reader::Silent if warns(log) => Counts::default(),
+            Reader::Whole | Reader::Silent => Counts { passed: u64::from(ended_well), ..Counts::default() },
             Reader::Tally => tally(log),
             Reader::Nextest => nextest(log),
             Reader::CargoTest => cargo_test(log),
@@ -42,9 +45,9 @@ impl Reader {
         if matches!(self, Reader::Nextest | Reader::CargoTest) {
             counts.move_self_skips();
         }
-        let silent = ended_well && counts.passed + counts.skipped == 0 && self.must_count();
+        let is_empty = ended_well && counts.passed + counts.skipped == 0 && self.must_count();
         // A stage that broke before it counted, or ran nothing at all, must not look well.
-        if counts.failed == 0 && (!ended_well || silent) {
+        if counts.failed == 0 && (!ended_well || is_empty) {
             counts.failed = 1;
         }
         counts
@@ -77,6 +80,30 @@ impl Counts {
         self.passed -= moved;
         self.skipped += moved;
     }
+}
+
+/// Has the compiler anything to say?
+fn warns(log: &str) -> bool {
+    log.lines().any(|line| line.starts_with("warning"))
+}
+
+/// The longest tests in a log, slowest first: (seconds, name). Both our runners' `passed  NAME (1.0 s)` and nextest's
+/// `PASS [   1.0s] NAME` tell them.
+pub fn slowest(log: &str, most: usize) -> Vec<(f64, String)> {
+    let mut found: Vec<(f64, String)> = log.lines().filter_map(|line| timed(line.trim())).collect();
+    found.sort_by(|a, b| b.0.total_cmp(&a.0).then_with(|| a.1.cmp(&b.1)));
+    found.dedup_by(|a, b| a.1 == b.1);
+    found.truncate(most);
+    found
+}
+
+fn timed(line: &str) -> Option<(f64, String)> {
+    if let Some(rest) = line.strip_prefix("passed ") {
+        let (name, seconds) = rest.strip_suffix(" s)")?.rsplit_once(" (")?;
+        return Some((seconds.parse().ok()?, name.trim().to_owned()));
+    }
+    let (seconds, name) = line.strip_prefix("PASS [")?.split_once("s]")?;
+    Some((seconds.trim().parse().ok()?, name.trim().to_owned()))
 }
 
 /// The reason in a line `SKIP name: reason`, indented or not.
@@ -199,11 +226,21 @@ mod tests {
     }
 
     #[test]
+    fn the_slowest_tests_are_told() {
+        let log = "passed  a.b (3.3 s)\n        PASS [   4.125s] (1/9) mem it::x\npassed  c (0.5 s)\nfailed  d (9.0 s)\n";
+        let expected = [(4.125, "(1/9) mem it::x".to_owned()), (3.3, "a.b".to_owned())];
+        assert_eq!(slowest(log, 2), expected);
+        assert_eq!(slowest("12 passed, 0 failed, 0 skipped\n", 2), []);
+    }
+
+    #[test]
     fn a_stage_that_broke_or_ran_nothing_is_a_failure() {
         assert_eq!(sums(&Reader::Tally.read("boom", false)), (0, 1, 0));
         assert_eq!(sums(&Reader::Tally.read("", true)), (0, 1, 0));
         assert_eq!(sums(&Reader::Nextest.read("", true)), (0, 1, 0));
         assert_eq!(sums(&Reader::Whole.read("", false)), (0, 1, 0));
+        assert_eq!(sums(&Reader::Silent.read("   Compiling a\nwarning: unused\n", true)), (0, 1, 0));
+        assert_eq!(sums(&Reader::Silent.read("   Compiling a\n", true)), (1, 0, 0));
         assert_eq!(sums(&Reader::Tally.read("4 passed, 0 failed, 0 skipped", false)), (4, 1, 0));
     }
 }

@@ -6,6 +6,7 @@
 use super::Finding;
 use crate::{Result, shell};
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// For each crate: its name, the crates that it may import, and further crates that its tests may import.
@@ -125,6 +126,33 @@ impl Metadata {
         let mut targets = self.packages.iter().flat_map(|package| &package.targets);
         targets.any(|(root, own)| *own && root == path)
     }
+
+    /// The names of all crates.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.packages.iter().map(|package| package.name.as_str())
+    }
+
+    /// The name of the crate whose folder holds a file; `None` for a file of no crate. Paths are relative to the top folder.
+    pub fn owner(&self, path: &Path) -> Option<&str> {
+        let holds = |package: &&Package| package.manifest.parent().is_some_and(|folder| path.starts_with(folder));
+        self.packages.iter().find(holds).map(|package| package.name.as_str())
+    }
+
+    /// The crates named, and all that import one of them, directly or not, for their tests too.
+    pub fn dependents<'a>(&self, named: impl Iterator<Item = &'a str>) -> BTreeSet<String> {
+        let mut found: BTreeSet<String> = named.map(str::to_owned).collect();
+        loop {
+            let before = found.len();
+            for package in &self.packages {
+                if package.imports.iter().any(|(name, _)| found.contains(name)) {
+                    found.insert(package.name.clone());
+                }
+            }
+            if found.len() == before {
+                return found;
+            }
+        }
+    }
 }
 
 /// Reads the workspace's metadata from cargo.
@@ -225,6 +253,17 @@ mod tests {
     #[test]
     fn a_crate_without_arrows_is_found() {
         assert_eq!(check(&with_import("spile-new", "serde", "null")).len(), 1);
+    }
+
+    #[test]
+    fn a_change_concerns_the_crates_that_import_it() {
+        let metadata = with_import("spile-node", "spile-image", "null");
+        let owner = metadata.owner(Path::new("crates/x/src/deep/file.rs"));
+        assert_eq!(owner, Some("spile-node"));
+        assert_eq!(metadata.owner(Path::new("docs/x.md")), None);
+        let concerned = |name| metadata.dependents([name].into_iter()).into_iter().collect::<Vec<_>>();
+        assert_eq!(concerned("spile-image"), ["spile-image", "spile-node"]);
+        assert_eq!(concerned("spile-node"), ["spile-node"]);
     }
 
     #[test]

@@ -25,7 +25,7 @@ use spile_xen::blkif::status;
 use spile_xen::store::{Tx, XenStore};
 
 /// After so long, a test that waits has failed. No test's outcome depends on it otherwise.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const PATIENCE: Duration = Duration::from_secs(600);
 /// The size of the test disks, in bytes.
 pub const SIZE: u64 = 4 << 20;
 /// The guest.

@@ -14,7 +14,7 @@ use spile_front_nbd::wire::reply::{
 use spile_front_nbd::wire::request::{Command, Request};
 
 /// No answer within this time is a failed test, not a hung one.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// A byte stream to the server: plain, or TLS in a test of its own.
 pub trait Stream: Read + Write {}

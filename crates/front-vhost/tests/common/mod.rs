@@ -22,7 +22,7 @@ use spile_engine::{Config as EngineConfig, Engine, EngineKind};
 use spile_front_vhost::{Config, Server};
 
 /// After so long, a test that waits has failed. No test's outcome depends on it otherwise.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const PATIENCE: Duration = Duration::from_secs(600);
 /// The size of the test disks, in bytes.
 pub const SIZE: u64 = 1 << 20;
 

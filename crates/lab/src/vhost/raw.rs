@@ -17,7 +17,7 @@ use spile_core::{Error, ErrorKind, Result, ResultExt};
 use super::proto::{HEADER_BYTES, Header, Request, VERSION};
 
 /// The time that a server may take for one message.
-const PATIENCE: Duration = Duration::from_secs(10);
+const PATIENCE: Duration = Duration::from_secs(600);
 /// The largest payload of a reply, in bytes.
 const MAX_PAYLOAD_BYTES: u32 = 64 << 10;
 /// The largest number of descriptors taken with one reply.

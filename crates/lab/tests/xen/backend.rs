@@ -159,7 +159,7 @@ impl Worker {
         let store = self.store.as_fd();
         fds.push(PollFd::new(&store, PollFlags::IN));
         fds.extend(self.queues.iter().map(|queue| PollFd::new(&queue.kick, PollFlags::IN)));
-        poll(&mut fds, Some(&Timespec::try_from(Duration::from_secs(10)).unwrap())).unwrap();
+        poll(&mut fds, Some(&Timespec::try_from(Duration::from_secs(600)).unwrap())).unwrap();
         for queue in &self.queues {
             let _ = rustix::io::read(queue.kick.as_fd(), &mut [0; 8]);
         }

@@ -15,7 +15,7 @@ use crate::backend::{Backend, Offers, has_node};
 use crate::common::DOMAIN;
 
 const DISK_BYTES: usize = 8 << 20;
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 struct World {
     backend: Option<Backend>,

@@ -16,7 +16,7 @@ const DIR: &str = "SPILE_LAB_TEST_GUEST";
 const PAGES: u32 = 64;
 /// The first grant that a guest makes.
 const FIRST: u32 = 8;
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// The guest's side: pages that hold their own number, all granted; then it waits for its end.
 fn be_a_guest(dir: &Path) {

@@ -263,7 +263,7 @@ fn slow_and_many_callers_hold_nobody_up() {
     ok(dir, &["resize", "c", "32M"]);
     // In the end they are hung up on.
     for mut stream in slow {
-        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(600))).unwrap();
         let _ = stream.read_to_end(&mut Vec::new());
     }
     assert_eq!(get(dir, "/v1/disks").0, 200);

@@ -41,7 +41,7 @@ fn a_disk_grows_under_its_guests() {
     load.goes_on(&served);
     for size in [48 * MIB, 64 * MIB] {
         ok(dir, &["resize", "c", &size.to_string()]);
-        assert_eq!(sizes.recv_timeout(Duration::from_secs(60)), Ok(size));
+        assert_eq!(sizes.recv_timeout(Duration::from_secs(600)), Ok(size));
         assert_eq!(queue.read(size - 4096, 4096).unwrap(), [0; 4096], "what is new reads as zeroes");
         queue.write(size - 4096, &[5; 4096]).unwrap();
         assert_eq!(std::fs::metadata(dir.join("a.raw")).unwrap().len(), size);
@@ -57,7 +57,7 @@ fn a_disk_grows_under_its_guests() {
         assert_eq!(bytes, [5; 4096]);
     }
     ok(dir, &["resize", "c", "24M", "--name", "b"]);
-    assert_eq!(other_sizes.recv_timeout(Duration::from_secs(60)), Ok(24 * MIB));
+    assert_eq!(other_sizes.recv_timeout(Duration::from_secs(600)), Ok(24 * MIB));
     assert!(sizes.try_recv().is_err(), "the other disk's guests are left alone");
     drop((watch.stop(), other.stop()));
     load.goes_on(&served);
@@ -118,15 +118,15 @@ fn a_guest_that_does_not_listen_keeps_nobody_from_growing_its_disk() {
     half.send_bytes(&[1, 0, 0], &[]).unwrap();
     let (watch, sizes) = sizes_of(guest(&dir.join("v")).0);
     ok(dir, &["resize", "c", "32M"]);
-    assert_eq!(sizes.recv_timeout(Duration::from_secs(60)), Ok(32 * MIB));
+    assert_eq!(sizes.recv_timeout(Duration::from_secs(600)), Ok(32 * MIB));
     drop((watch.stop(), theirs));
     assert!(served.terminate().success());
 }
 
 fn connect(dir: &Path) -> UnixStream {
     let stream = UnixStream::connect(dir.join("c")).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-    stream.set_write_timeout(Some(Duration::from_secs(60))).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(600))).unwrap();
+    stream.set_write_timeout(Some(Duration::from_secs(600))).unwrap();
     stream
 }
 

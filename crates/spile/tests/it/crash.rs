@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::common::nbd::Client;
-use crate::common::{Blow, Served, engines, ok, run, spile};
+use crate::common::{Blow, Served, engines, load_at_work, ok, run, spile};
 use spile::load::{self, Options, Pattern};
 use spile_store::NbdOptions;
 
@@ -28,10 +28,7 @@ fn kill_and_verify(dir: &Path, disk: &str, engine: &str, cache: &str) {
             span_bytes: Some(24 << 20),
             ..Options::new(served.uri())
         };
-        let running = std::thread::spawn(move || load::run(&options, |_| {}).unwrap());
-        if blow == Blow::Kill {
-            std::thread::sleep(Duration::from_millis(400));
-        }
+        let running = load_at_work(options);
         blow.strike(&mut served);
         let outcome = running.join().unwrap();
         let what = format!("{disk} {engine} {cache} round {round}");
@@ -93,7 +90,7 @@ fn an_nbd_client_goes_on_with_the_server_after_one_that_panicked() {
         Served::spawn(&mut command, dir.join("nbd.sock")).unwrap()
     };
     let mut served = start(Some(Blow::Panic));
-    let patient = NbdOptions { reconnect_limit: Duration::from_secs(60), ..NbdOptions::default() };
+    let patient = NbdOptions { reconnect_limit: Duration::from_secs(600), ..NbdOptions::default() };
     let client = Client::connect_with(&served.uri(), patient, 1).unwrap();
     let is_over = Arc::new(AtomicBool::new(false));
     let until = is_over.clone();

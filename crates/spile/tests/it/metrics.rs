@@ -40,7 +40,7 @@ fn scrape(dir: &Path, query: &str) -> BTreeMap<String, f64> {
 /// Sends bytes to a TCP address and reads until the server hangs up: the status, the head and the body.
 fn over_tcp(address: SocketAddr, request: &str) -> (u16, String, Vec<u8>) {
     let mut stream = TcpStream::connect(address).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(600))).unwrap();
     // A server that refuses may hang up before it has read all.
     let _ = stream.write_all(request.as_bytes());
     let mut answer = Vec::new();

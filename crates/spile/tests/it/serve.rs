@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::common::nbd::{Client, raw_connection, read_request};
-use crate::common::{Served, assert_silent, engines, eventually, fails, have, json, ok, spile};
+use crate::common::{Served, assert_silent, engines, eventually, fails, have, json, load_at_work, ok, spile};
 use nix::sys::signal::Signal;
 
 #[test]
@@ -111,8 +111,7 @@ fn requests_in_flight_are_answered_before_the_end() {
         verify: true,
         ..spile::load::Options::new(served.uri())
     };
-    let load = std::thread::spawn(move || spile::load::run(&options, |_| {}).unwrap());
-    std::thread::sleep(Duration::from_millis(300));
+    let load = load_at_work(options);
     assert!(served.terminate().success());
     let outcome = load.join().unwrap();
     assert!(outcome.error.is_some() && outcome.models[0].acknowledged_blocks() > 0);
@@ -146,7 +145,7 @@ fn systemd_passes_a_socket_and_is_told_the_state() {
     let (socket, notify) = (dir.path().join("nbd.sock"), dir.path().join("notify"));
     let listener = UnixListener::bind(&socket).unwrap();
     let manager = UnixDatagram::bind(&notify).unwrap();
-    manager.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    manager.set_read_timeout(Some(Duration::from_secs(600))).unwrap();
     // The socket is the shell's standard input; it moves it to where systemd would pass it.
     let script = "exec 3<&0 0</dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" serve mem:1M";
     let mut command = Command::new("sh");

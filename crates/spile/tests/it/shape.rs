@@ -77,7 +77,7 @@ fn with_each_front_all_neighbours_that_were_sent_become_one_request() {
     queue.publish();
     while queue.outstanding() > 0 {
         if queue.take().unwrap().is_none() {
-            assert!(queue.sleep(Duration::from_secs(120)).unwrap(), "{} are not answered", queue.outstanding());
+            assert!(queue.sleep(Duration::from_secs(600)).unwrap(), "{} are not answered", queue.outstanding());
         }
     }
     assert_eq!(counter(dir, "merges_total"), 2 * (TOGETHER - 1), "vhost-user");

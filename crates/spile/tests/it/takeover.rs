@@ -183,7 +183,7 @@ fn a_guest_that_was_handed_over_hears_of_its_disks_growth() {
     let watch = Watch::start(device, None, Some(Box::new(on_config))).unwrap();
     let served = succeed(dir, &args, served);
     ok(dir, &["resize", "c", "24M"]);
-    assert_eq!(sizes.recv_timeout(Duration::from_secs(60)), Ok(24 * MIB));
+    assert_eq!(sizes.recv_timeout(Duration::from_secs(600)), Ok(24 * MIB));
     queue.write(24 * MIB - 512, &[3; 512]).unwrap();
     drop(watch.stop());
     assert!(served.terminate().success());
@@ -227,7 +227,7 @@ fn the_service_manager_hears_once_who_serves() {
     let dir = dir.path();
     ok(dir, &["create", "d.raw", "--size", "16M"]);
     let manager = UnixDatagram::bind(dir.join("notify")).unwrap();
-    manager.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    manager.set_read_timeout(Some(Duration::from_secs(600))).unwrap();
     let state = || {
         let mut text = [0; 64];
         let len = manager.recv(&mut text).unwrap();
@@ -344,7 +344,7 @@ fn a_front_end_stuck_within_a_message_does_not_hold_the_others_up() {
     let question: Vec<u8> = [1u32, 1, 0].iter().flat_map(|word| word.to_le_bytes()).collect();
     while deaf.write_all(&question).is_ok() {}
     let served = succeed(dir, &args, served);
-    half.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    half.set_read_timeout(Some(Duration::from_secs(600))).unwrap();
     assert_eq!(half.read(&mut [0; 16]).unwrap(), 0, "it is hung up on");
     load.goes_on(&served);
     assert_eq!(load.end(), 0);

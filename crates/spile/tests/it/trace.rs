@@ -149,7 +149,7 @@ fn check_file(path: &Path, requests: u64) {
 /// Begins a trace that nobody waits for, and returns the connection on which it comes.
 fn begin_trace(dir: &Path, time_ms: u32) -> UnixStream {
     let mut stream = UnixStream::connect(dir.join("c")).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(600))).unwrap();
     let query = format!("for_ms={time_ms}&max_requests=1000000");
     write!(stream, "POST /v1/disks/a/trace?{query} HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
     let mut text = Vec::new();
@@ -197,7 +197,7 @@ fn a_trace_ends_when_its_client_goes() {
     let mut client = begin_trace(dir, 100_000);
     let begun = Instant::now();
     assert!(served.terminate().success());
-    assert!(begun.elapsed() < Duration::from_secs(50));
+    assert!(begun.elapsed() < Duration::from_secs(90), "it waited for the end of the trace");
     let mut rest = String::new();
     client.read_to_string(&mut rest).unwrap();
     fails(dir, 1, &["trace", "c"]);

@@ -48,7 +48,7 @@ impl Default for BlkfrontOptions {
             persistent: false,
             scatter: false,
             numbered_ring_ref: false,
-            patience: Duration::from_secs(30),
+            patience: Duration::from_secs(600),
         }
     }
 }

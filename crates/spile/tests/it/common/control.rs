@@ -10,7 +10,7 @@ use serde_json::Value;
 /// Sends bytes to the control socket and reads until the server hangs up: the status and the body.
 pub fn http(socket: &Path, request: &str) -> (u16, String) {
     let mut stream = UnixStream::connect(socket).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(600))).unwrap();
     stream.write_all(request.as_bytes()).unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();

@@ -15,13 +15,16 @@ use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::mpsc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
+use spile::load::{self, LoadOutcome, Options, Progress};
 use spile::uri::{Address, NbdUri};
 
 /// Nothing here takes longer, on the slowest machine.
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// The program under test.
 pub fn spile() -> Command {
@@ -229,6 +232,18 @@ impl Drop for Served {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Begins a load on another thread. Returns once many of its writes are answered, or when it has ended before that.
+pub fn load_at_work(options: Options) -> JoinHandle<LoadOutcome> {
+    let options = Options { report_every: Duration::from_millis(10), ..options };
+    let (tell, is_at_work) = mpsc::channel();
+    let running = std::thread::spawn(move || {
+        let told = |so_far: Progress| drop((so_far.writes >= 500).then(|| tell.send(())));
+        load::run(&options, told).unwrap()
+    });
+    let _ = is_at_work.recv();
+    running
 }
 
 /// Waits for something to become true, within bounds.

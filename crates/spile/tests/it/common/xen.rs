@@ -18,7 +18,7 @@ use spile_xen::store::{Tx, XenStore};
 use super::{ok, spile};
 
 /// Nothing here takes longer, on the slowest machine.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_secs(600);
 /// Bytes of a block that is written as a whole, and how many there are.
 pub const BLOCK: u32 = 16 << 10;
 pub const BLOCKS: u64 = 512;

@@ -1,0 +1,102 @@
+//! Which stages there are, and which of them run beside each other.
+
+use super::counts::Reader;
+use super::rust::{build, rust_tests};
+use super::Stage;
+use crate::peer::{self, Build};
+use crate::{count, shell};
+use std::path::PathBuf;
+use std::process::Command;
+
+/// All stages, in groups that run one after the other. A group has lanes, which run beside each other: two processors
+/// have more to do when what computes stands beside what waits.
+pub fn all() -> Vec<Vec<Vec<Stage>>> {
+    let mut checks = quick_checks();
+    checks.push(tally("deny", own(&["deny"])));
+    let built = vec![build(&WORKSPACE)];
+    let served = vec![tally("served", counted(count::SERVED))];
+    vec![vec![checks], vec![built], vec![rust_tests(&WORKSPACE), programs()], vec![machines(), peers()], vec![served]]
+}
+
+const WORKSPACE: [&str; 1] = ["--workspace"];
+
+/// The tests against other programs.
+fn peers() -> Vec<Stage> {
+    let words = ["peer", "iotests", "guest"];
+    let commands = [Build::Tests.peers(&[]), Build::Tests.iotests(), Build::Tests.folder_of_peers("guest")];
+    words.into_iter().zip(commands).map(|(name, command)| tally(name, command)).collect()
+}
+
+/// Those with an emulated host.
+fn machines() -> Vec<Stage> {
+    vec![tally("xen", Build::Tests.folder_of_peers("xen"))]
+}
+
+/// The first thing that a user runs, and what is counted and measured. What a program that counts alone needs is the same
+/// whatever else the machine does. Of the benchmarks nobody reads the figures here: they are to run to their end.
+fn programs() -> Vec<Stage> {
+    let mut stages = vec![whole("demo", demo()), tally("count", counted(count::ALONE))];
+    stages.extend(["bench", "bench-vhost", "bench-life"].map(|name| {
+        let mut command = own(&[name, "--quick"]);
+        command.env("SPILE_BIN", Build::Tests.spile());
+        whole(name, command)
+    }));
+    stages.push(tally("soak", Build::Tests.short_soak()));
+    stages
+}
+
+/// Counts what the tests' build needs.
+fn counted(sets: &str) -> Command {
+    own(&["count", "--tests", "--only", sets])
+}
+
+/// The long versions: `cargo xtask test-long`.
+pub fn long() -> Vec<Stage> {
+    let release = Build::Release;
+    vec![
+        whole("release", peer::release_build()),
+        tally("peer", peer::long(release.peers(&[]))),
+        tally("guest", peer::long(release.folder_of_peers("guest"))),
+        tally("xen", peer::long(release.folder_of_peers("xen"))),
+        tally("count", own(&["count"])),
+        whole("sim", own(&["sim"])),
+        whole("fuzz", own(&["fuzz"])),
+        tally("soak", release.long_soak()),
+    ]
+}
+
+/// What needs no test to run.
+pub fn quick_checks() -> Vec<Stage> {
+    let fmt = cargo(&["fmt", "--all", "--", "--check", "--color=never"]);
+    vec![whole("fmt", fmt), whole("tidy", own(&["tidy"]))]
+}
+
+/// A stage of one of our own runners.
+pub fn tally(name: &'static str, command: Command) -> Stage {
+    Stage { name, command, reader: Reader::Tally }
+}
+
+fn whole(name: &'static str, command: Command) -> Stage {
+    Stage { name, command, reader: Reader::Whole }
+}
+
+/// The first thing that a user runs, made short.
+fn demo() -> Command {
+    let mut command = Command::new(Build::Tests.spile());
+    command.args(["demo", "--seconds", "2", "--span", "128M"]).current_dir(shell::root());
+    command
+}
+
+pub fn cargo(arguments: &[&str]) -> Command {
+    let mut command = shell::cargo();
+    command.args(arguments);
+    command
+}
+
+/// A command of this program. A fresh process, so that its output can be kept.
+fn own(arguments: &[&str]) -> Command {
+    let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("xtask"));
+    let mut command = Command::new(program);
+    command.args(arguments).current_dir(shell::root());
+    command
+}
