@@ -12,6 +12,7 @@ mod cut;
 mod device;
 mod file;
 mod files;
+pub mod folder;
 mod held;
 mod memory;
 mod metered;
@@ -22,6 +23,7 @@ mod times;
 
 pub use file::{FileId, FileStore};
 pub use files::{AnyStore, CacheMode, OsFiles};
+pub use folder::{Folder, Place};
 pub use memory::{MemStore, NullStore};
 pub use metered::{HostFiles, HostStore, MeteredFiles, MeteredStore};
 pub use nbd::{
