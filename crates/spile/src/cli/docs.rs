@@ -10,7 +10,7 @@ use clap_mangen::roff::{Roff, bold, roman};
 use spile_core::{Error, Result, ResultExt};
 
 use super::help::{self, Ending};
-use super::{Exit, say, say_lines};
+use super::{Exit, say_lines};
 
 /// Print shell completions on stdout
 #[derive(Debug, Args)]

@@ -12,7 +12,7 @@ use spile_server::serving::api::images::{Image, Info};
 use spile_store::{CacheMode, OsFiles};
 
 use super::served::{self, Served};
-use super::{Exit, OpenArgs, existing, on_engine, print_json, printable, say, say_lines};
+use super::{Exit, OpenArgs, existing, on_engine, print_json, printable, say_lines};
 use crate::disks;
 use crate::units::format_size;
 

@@ -31,6 +31,7 @@ use spile_core::{Error, ErrorKind, OpenMode, Result};
 use crate::FileId;
 
 pub use names::copy_access;
+pub(crate) use walk::is_trusted;
 
 /// What a file is made with; the umask takes its part.
 const NEW_FILE_MODE: Mode = Mode::from_raw_mode(0o666);
@@ -336,9 +337,10 @@ fn wait_again(file: &OwnedFd) -> io::Result<()> {
     Ok(rustix::fs::fcntl_setfl(file, flags - OFlags::NONBLOCK)?)
 }
 
-fn read_bounded(file: &File, most_bytes: u64) -> Result<Vec<u8>> {
-    let too_long = || {
-        let what = format!("the file is longer than {most_bytes} bytes, the most that it may have");
+/// What an open file holds, of at most `most_bytes`.
+pub(crate) fn read_bounded(file: &File, most_bytes: u64) -> Result<Vec<u8>> {
+    let too_long = |bytes: u64| {
+        let what = format!("the file has {bytes} bytes, and may have {most_bytes} at most");
         Error::new(ErrorKind::InvalidInput, what)
     };
     let stat = file.metadata().map_err(failed("stat"))?;
@@ -346,12 +348,12 @@ fn read_bounded(file: &File, most_bytes: u64) -> Result<Vec<u8>> {
         return Err(Error::new(ErrorKind::InvalidInput, "this is no file"));
     }
     if stat.len() > most_bytes {
-        return Err(too_long());
+        return Err(too_long(stat.len()));
     }
     let mut bytes = Vec::new();
     file.take(most_bytes + 1).read_to_end(&mut bytes).map_err(failed("read"))?;
     if bytes.len() as u64 > most_bytes {
-        return Err(too_long());
+        return Err(too_long(bytes.len() as u64));
     }
     Ok(bytes)
 }
@@ -389,7 +391,7 @@ fn single(name: &OsStr) -> io::Result<&OsStr> {
     is_one.then_some(name).ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))
 }
 
-fn failed(what: &'static str) -> impl Fn(io::Error) -> Error {
+pub(crate) fn failed(what: &'static str) -> impl Fn(io::Error) -> Error {
     move |source| Error::io(what, source)
 }
 

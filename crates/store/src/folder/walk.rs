@@ -122,7 +122,7 @@ pub(super) fn check_owner(owner: Option<u32>, found: u32) -> Result<()> {
 }
 
 /// True for root, this user, and the user to whom the root folder belongs: they may lead this program anywhere.
-pub(super) fn is_trusted(user: u32) -> bool {
+pub(crate) fn is_trusted(user: u32) -> bool {
     static ROOT: OnceLock<u32> = OnceLock::new();
     let root = || rustix::fs::stat("/").map_or(0, |stat| stat.st_uid);
     user == 0 || user == rustix::process::geteuid().as_raw() || user == *ROOT.get_or_init(root)
