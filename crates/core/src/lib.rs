@@ -16,6 +16,7 @@ pub mod metrics;
 mod path_cell;
 mod shard;
 mod store;
+mod text;
 mod units;
 mod yield_now;
 
@@ -29,6 +30,7 @@ pub use path_cell::PathCell;
 pub use shard::{SHARDS, act_as_shard, shard_number};
 pub use spile_mem::{Segment, Segments};
 pub use store::{Env, Files, OpenMode, Store, StoreExtent, StoreInfo, Timer, Via, Work};
+pub use text::{exact_json, is_unseen, printable, printable_lines};
 pub use units::format_size;
 pub use yield_now::yield_now;
 

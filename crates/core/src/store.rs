@@ -247,6 +247,27 @@ pub trait Files: Send + Sync + 'static {
     /// Opens the store at `at`. An open for writing locks a file against other writers (`Busy`).
     fn open(&self, at: &Locator, mode: OpenMode) -> impl Future<Output = Result<Self::Store>>;
 
+    /// Opens a small file of Spile's own at `path`, such as a note beside a disk; `None` when there is none. A link is not followed. What somebody
+    /// else has put there is passed over, with a line in the log: only root and this user make such files, and so may the owner of the
+    /// file `beside`.
+    ///
+    /// # Errors
+    /// As [`Files::open`].
+    fn open_own(
+        &self,
+        path: &Path,
+        mode: OpenMode,
+        beside: Option<&Path>,
+    ) -> impl Future<Output = Result<Option<Self::Store>>> {
+        let _ = beside;
+        async move {
+            match self.open(&path.into(), mode).await {
+                Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+                opened => opened.map(Some),
+            }
+        }
+    }
+
     /// Creates a file of `len_bytes` that reads as zeroes, and opens it for writing. Its name is durable then.
     ///
     /// # Errors

@@ -14,12 +14,13 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber, callsite, subscriber};
 
 use journal::Journal;
+pub use spile_core::printable;
 
 /// How the names of fields begin that the journal has and a line leaves out, because its message says the same.
 const ONLY_FOR_FIELDS: &str = "journal.";
 
-/// Prints one line on stderr; when stderr is closed, the line is lost. Control characters are escaped, because they may come
-/// from a file that a stranger made and must not reach the terminal.
+/// Prints one line on stderr; when stderr is closed, the line is lost. It passes [`printable`], because parts of it may
+/// come from a file that a stranger made, and must not reach the terminal.
 pub fn complain(text: impl Display) {
     // In one piece: other processes may write there, too.
     let _ = std::io::stderr().write_all(line_of(text).as_bytes());
@@ -28,18 +29,6 @@ pub fn complain(text: impl Display) {
 /// A line of the log on stderr.
 fn line_of(text: impl Display) -> String {
     format!("spile: {}\n", printable(&text.to_string()))
-}
-
-/// `text` with its control characters escaped.
-pub fn printable(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c.is_control() {
-            true => out.extend(c.escape_default()),
-            false => out.push(c),
-        }
-    }
-    out
 }
 
 /// From now on, what all threads report goes to stderr, or to the journal if stderr leads there: warnings and errors, until [`set_level`]

@@ -251,6 +251,11 @@ impl FileStore {
         self.inner.id
     }
 
+    /// What the system tells of the file that is open.
+    pub(crate) fn stat(&self) -> std::io::Result<rustix::fs::Stat> {
+        Ok(rustix::fs::fstat(self.inner.cached.as_fd())?)
+    }
+
     /// What the file looked like from outside when it was opened and locked, before this process has written to it.
     pub fn found(&self) -> FileTimes {
         self.inner.found

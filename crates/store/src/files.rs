@@ -201,6 +201,14 @@ impl Files for OsFiles {
         }
     }
 
+    async fn open_own(&self, path: &Path, mode: OpenMode, beside: Option<&Path>) -> Result<Option<AnyStore>> {
+        let (files, beside) = (*self, beside.map(Path::to_owned));
+        let open = move |path: &Path| {
+            files.open_own_at_once(path, mode, beside.as_deref(), |path, mode| files.open_file(path, mode))
+        };
+        once_free(path, async || blocking(path, open.clone()).await).await
+    }
+
     async fn create(&self, path: &Path, len_bytes: u64) -> Result<AnyStore> {
         let files = *self;
         blocking(path, move |path| OsFiles::create(&files, path, len_bytes)).await

@@ -12,16 +12,19 @@ mod cut;
 mod device;
 mod file;
 mod files;
+pub mod folder;
 mod held;
 mod memory;
 mod metered;
 mod nbd;
 pub mod openers;
+pub mod own;
 mod sync_gate;
 mod times;
 
 pub use file::{FileId, FileStore};
 pub use files::{AnyStore, CacheMode, OsFiles};
+pub use folder::{Folder, Place};
 pub use memory::{MemStore, NullStore};
 pub use metered::{HostFiles, HostStore, MeteredFiles, MeteredStore};
 pub use nbd::{

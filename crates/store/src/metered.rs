@@ -145,6 +145,10 @@ impl<F: Files> Files for MeteredFiles<F> {
         self.0.open(at, mode).await.map(MeteredStore::new)
     }
 
+    async fn open_own(&self, path: &Path, mode: OpenMode, beside: Option<&Path>) -> Result<Option<Self::Store>> {
+        Ok(self.0.open_own(path, mode, beside).await?.map(MeteredStore::new))
+    }
+
     async fn create(&self, path: &Path, len_bytes: u64) -> Result<Self::Store> {
         self.0.create(path, len_bytes).await.map(MeteredStore::new)
     }

@@ -30,9 +30,26 @@ fn digest(bytes: &Segments) -> Option<u64> {
     Some(hasher.finish())
 }
 
-/// The 64-bit XXH3 of some bytes.
-pub fn digest_of(bytes: &[u8]) -> u64 {
-    XxHash3_64::oneshot(bytes)
+/// The 64-bit XXH3 of all that is written to it.
+#[derive(Default)]
+pub struct Summer(XxHash3_64);
+
+impl Summer {
+    /// Of what was written up to now.
+    pub fn sum(&self) -> u64 {
+        self.0.finish()
+    }
+}
+
+impl std::io::Write for Summer {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.write(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
 }
 
 impl Digests {
@@ -110,7 +127,7 @@ mod tests {
     fn a_digest_does_not_depend_on_how_the_bytes_are_looked_at() {
         for len in [1, 512, LOOKED_AT_ONCE - 1, LOOKED_AT_ONCE, LOOKED_AT_ONCE + 512, PIECE_BYTES as usize] {
             let bytes: Vec<u8> = (0..len).map(|at| (at * 31 % 251) as u8 + 1).collect();
-            assert_eq!(digest(&Segments::copied(&bytes)), Some(digest_of(&bytes)), "{len}");
+            assert_eq!(digest(&Segments::copied(&bytes)), Some(XxHash3_64::oneshot(&bytes)), "{len}");
         }
         assert_eq!(digest(&Segments::zeroed(LOOKED_AT_ONCE * 2)), None);
     }

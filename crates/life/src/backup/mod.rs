@@ -34,7 +34,7 @@ use spile_node::{Node, OldEpoch, Place, Stage, hold_gates};
 use crate::names;
 use crate::work::MOST_GRAIN_BYTES;
 pub use copy::{Copied, Copy};
-pub use digests::{Digests, PIECE_BYTES, digest_of};
+pub use digests::{Digests, PIECE_BYTES, Summer};
 pub use put::{Beneath, data_runs, put, zero};
 use saver::{Saver, Saving};
 

@@ -238,10 +238,9 @@ impl<F: Files + Clone> Changes<F> {
         if !names::fits(&path) {
             return Ok(None);
         }
-        let store = match around.files.open(&path.as_path().into(), mode).await {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            opened => Arc::new(opened?),
-        };
+        // It has the owner of the disk, for whom others may make it.
+        let opened = around.files.open_own(&path, mode, Some(disk)).await?;
+        let Some(store) = opened.map(Arc::new) else { return Ok(None) };
         let is_read_only = mode == OpenMode::ReadOnly;
         let bytes = Segments::zeroed(store.len_bytes().min(2 * COPY_BYTES as u64) as usize);
         if !bytes.is_empty() {

@@ -418,13 +418,14 @@ pub(crate) async fn write_text<F: Files>(files: &F, path: &Path, text: &str) -> 
     store.sync().await
 }
 
-/// What the file at `path` says; `None` when there is none.
+/// What the note at `path` says; `None` when there is none, or one that is not Spile's.
 pub(crate) async fn read_text<F: Files>(files: &F, path: &Path) -> Result<Option<String>> {
-    let store = match files.open(&path.into(), OpenMode::ReadOnly).await {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        opened => opened?,
-    };
-    let bytes = Segments::zeroed(store.len_bytes().min(MOST_BYTES) as usize);
+    let Some(store) = files.open_own(path, OpenMode::ReadOnly, None).await? else { return Ok(None) };
+    if store.len_bytes() > MOST_BYTES {
+        let what = format!("this is no note of Spile's: it has {} bytes, and none has over {MOST_BYTES}", store.len_bytes());
+        return Err(Error::new(ErrorKind::InvalidInput, what).at_path(path).hint("look whose it is, and remove it"));
+    }
+    let bytes = Segments::zeroed(store.len_bytes() as usize);
     if !bytes.is_empty() {
         store.read_at(StoreOffset(0), &bytes, Via::Cached).await?;
     }

@@ -6,7 +6,7 @@
 //! Some servers, nbdkit among them, have one export and take any name for it: there every order finds something. So an order that gives no image
 //! finds an export that says who has answered ([`ANSWER`]).
 
-use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreOffset, Via};
+use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreOffset, Via, is_unseen};
 use spile_image::Format;
 use spile_image::layer::Identity;
 
@@ -379,18 +379,14 @@ pub(super) fn beside(at: &Locator, name: &str) -> Option<Locator> {
 /// True when `name` may be that of a disk that is taken in: one file of a folder, which is not hidden, and no option of a command. What
 /// changes how text around it is shown is refused.
 pub fn is_name(name: &str) -> bool {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.+@ ".contains(c) || !c.is_ascii() && !is_unseen(c);
+    let is_seen = |c: char| !is_unseen(c) && !is_joiner(c);
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.+@ ".contains(c) || !c.is_ascii() && is_seen(c);
     !name.is_empty() && name.len() <= MOST_NAME_BYTES && !name.starts_with(['.', '-']) && name.chars().all(is_plain)
 }
 
-/// True for control characters, and for those of the general category Cf (format) and its like in Unicode 16, which are not seen themselves.
-fn is_unseen(c: char) -> bool {
-    let is_format = matches!(c,
-        '\u{ad}' | '\u{600}'..='\u{605}' | '\u{61c}' | '\u{6dd}' | '\u{70f}' | '\u{890}'..='\u{891}' | '\u{8e2}' | '\u{180e}'
-        | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}'
-        | '\u{110bd}' | '\u{110cd}' | '\u{13430}'..='\u{1343f}' | '\u{1bca0}'..='\u{1bca3}' | '\u{1d173}'..='\u{1d17a}'
-        | '\u{e0000}'..='\u{e007f}');
-    c.is_control() || is_format
+/// True for the characters that join others, and are not seen: a name with one looks like a name without.
+fn is_joiner(c: char) -> bool {
+    matches!(c, '\u{200c}' | '\u{200d}')
 }
 
 /// The hidden names beside a disk are longer than its own, and 255 bytes are the most.

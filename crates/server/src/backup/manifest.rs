@@ -1,24 +1,30 @@
 //! [`Manifest`]: what a file beside a backup says of it: of which disk it is and of what moment, and the digests of its pieces.
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io::{Read, Write};
-use std::os::unix::fs::MetadataExt as _;
+use std::io::{BufReader, BufWriter, ErrorKind as IoKind, Read, Seek as _, Take, Write};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, Mode, flock};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
-use spile_core::{Error, ErrorKind, Result, ResultExt};
-use spile_life::backup::{Digests, PIECE_BYTES, digest_of};
-use spile_store::OsFiles;
+use spile_core::{Error, ErrorKind, OpenMode, Result, ResultExt};
+use spile_life::backup::{Digests, PIECE_BYTES, Summer};
+use spile_store::own::unless_foreign;
+use spile_store::{FileId, Folder, OsFiles};
 
+use super::digest_text;
 use super::target::Since;
-use crate::new_file::folder_of;
 
 /// The version that this program writes.
 const VERSION: u32 = 1;
+/// No manifest is longer: that of a disk with 15 TiB of data.
+const MOST_BYTES: u64 = 512 << 20;
+/// Nor is a line of one: what is read of one text at a time is bounded.
+const MOST_LINE_BYTES: usize = 16 << 20;
+/// What a manifest is made with; the umask takes its part.
+const FILE_MODE: Mode = Mode::from_raw_mode(0o666);
 /// The name of the digests' algorithm.
 const DIGEST: &str = "xxh3-64";
 
@@ -65,7 +71,8 @@ pub struct Manifest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     checksum: Option<String>,
     /// By the number of the piece; pieces that hold zeroes are left out.
-    digests: BTreeMap<u64, String>,
+    #[serde(with = "digest_text")]
+    digests: BTreeMap<u64, u64>,
 }
 
 /// What all versions of a manifest have.
@@ -97,8 +104,7 @@ impl Manifest {
 
     /// With these digests.
     pub fn with_digests(self, digests: &Digests) -> Self {
-        let digests = digests.0.iter().map(|(piece, digest)| (*piece, format!("{digest:016x}"))).collect();
-        Self { digests, ..self }
+        Self { digests: digests.0.clone(), ..self }
     }
 
     /// As the manifest of a child of the backup of this file name.
@@ -144,39 +150,47 @@ impl Manifest {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
             found => found.map_err(|error| Error::io("cannot be looked at", error)).at_path(path)?,
         };
-        // A disk image is not read as a whole.
-        let mut first = [0];
-        let is_text = path.metadata().is_ok_and(|stat| stat.is_file())
-            && std::fs::File::open(path).and_then(|mut file| file.read_exact(&mut first)).is_ok()
-            && first == *b"{";
-        if is_text && Self::read(path).is_ok() {
+        if Self::read(path).is_ok() {
             return Ok(());
         }
         let what = "the backup's manifest would take the place of something else";
         Err(Error::new(ErrorKind::Exists, what).at_path(path).hint("remove it, or say --manifest FILE"))
     }
 
+    /// Reads the manifest as it comes: what is none is not read to its end.
     fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read(path).map_err(|error| match error.kind() {
-            std::io::ErrorKind::NotFound => Error::new(ErrorKind::NotFound, "the backup has no manifest here")
+        let missing = |error: Error| match error.kind() {
+            ErrorKind::NotFound => Error::new(ErrorKind::NotFound, "the backup has no manifest here")
                 .hint("`spile backup` writes it beside a file; --manifest names another place"),
-            _ => Error::io("cannot be read", error),
-        });
-        text.and_then(|text| Self::parse(&text)).at_path(path)
+            _ => error,
+        };
+        let file = Folder::find(path).and_then(|place| place.open(OpenMode::ReadOnly)).map_err(missing);
+        file.and_then(|file| Self::parse(&file)).at_path(path)
     }
 
-    fn parse(text: &[u8]) -> Result<Self> {
+    fn parse(mut file: &File) -> Result<Self> {
         let corrupt = |why: &str| Error::new(ErrorKind::Corrupt, format!("this is no manifest of a backup: {why}"));
-        let unclear = |error| corrupt("it is not understood").caused_by(error);
+        let unclear = |error: serde_json::Error| match error.is_io() {
+            true if error.io_error_kind() == Some(IoKind::InvalidData) => corrupt("a line of it is too long"),
+            true => Error::io("cannot be read", error.into()),
+            false => corrupt("it is not understood").caused_by(error),
+        };
         let newer = || {
             let error = Error::new(ErrorKind::Unsupported, "a newer program has written the backup");
             Err(error.hint("use that program, or a newer one"))
         };
+        let stat = file.metadata().map_err(|error| Error::io("cannot be read", error))?;
+        if !stat.is_file() || stat.len() > MOST_BYTES {
+            let len = stat.len();
+            return Err(corrupt(&format!("it has {len} bytes, and a manifest has {MOST_BYTES} at most")));
+        }
         // The fields of a newer one may be others.
-        if serde_json::from_slice::<Versioned>(text).map_err(unclear)?.version > VERSION {
+        let text = |file| BufReader::new(ShortLines { file: Read::take(file, MOST_BYTES), len_bytes: 0 });
+        if serde_json::from_reader::<_, Versioned>(text(file)).map_err(unclear)?.version > VERSION {
             return newer();
         }
-        let mut manifest = serde_json::from_slice::<Self>(text).map_err(unclear)?;
+        file.rewind().map_err(|error| Error::io("cannot be read", error))?;
+        let mut manifest = serde_json::from_reader::<_, Self>(text(file)).map_err(unclear)?;
         if manifest.piece_bytes != PIECE_BYTES || manifest.digest != DIGEST {
             return newer();
         }
@@ -186,14 +200,29 @@ impl Manifest {
         }
     }
 
-    fn text(&self) -> Result<Vec<u8>> {
-        serde_json::to_vec_pretty(self)
-            .map_err(|error| Error::new(ErrorKind::InvalidInput, "cannot write the manifest").caused_by(error))
+    /// Writes it to the begin of `file`, which is empty, and makes that durable.
+    fn fill(&mut self, file: &File) -> Result<()> {
+        self.checksum = Some(self.sum()?);
+        let mut out = BufWriter::new(file);
+        serde_json::to_writer_pretty(&mut out, self).map_err(|error| unwritten(error.into()))?;
+        out.flush().and_then(|()| file.sync_all()).map_err(unwritten)?;
+        let len = file.metadata().map_err(unwritten)?.len();
+        if len <= MOST_BYTES {
+            return Ok(());
+        }
+        let what = format!("the backup's manifest would have {len} bytes, and may have {MOST_BYTES} at most");
+        Err(Error::new(ErrorKind::Unsupported, what))
     }
 
     /// The digest of all but the checksum.
-    fn sum(&self) -> Result<String> {
-        Ok(format!("{:016x}", digest_of(&Self { checksum: None, ..self.clone() }.text()?)))
+    fn sum(&mut self) -> Result<String> {
+        let (checksum, mut summer) = (self.checksum.take(), Summer::default());
+        let written = serde_json::to_writer_pretty(&mut summer, self);
+        self.checksum = checksum;
+        written.map_err(|error| {
+            Error::new(ErrorKind::InvalidInput, "cannot write the manifest").caused_by(error)
+        })?;
+        Ok(format!("{:016x}", summer.sum()))
     }
 
     /// Refuses a backup that the changes `since` a checkpoint cannot make newer.
@@ -244,28 +273,24 @@ impl Manifest {
     /// The digests of the pieces.
     ///
     /// # Errors
-    /// `Corrupt` when one is none.
+    /// `Corrupt` when one is of no piece of the disk.
     pub fn digests(&self) -> Result<Digests> {
         let pieces = self.virtual_size_bytes.div_ceil(PIECE_BYTES);
-        let digest = |(piece, text): (&u64, &String)| {
-            if *piece >= pieces {
-                return Err(Error::new(ErrorKind::Corrupt, format!("the disk has no piece {piece}")));
-            }
-            let parsed = u64::from_str_radix(text, 16);
-            let bad = |error| Error::new(ErrorKind::Corrupt, format!("{text:?} is no digest")).caused_by(error);
-            parsed.map(|digest| (*piece, digest)).map_err(bad)
-        };
-        self.digests.iter().map(digest).collect::<Result<_>>().map(Digests)
+        match self.digests.keys().next_back().filter(|piece| **piece >= pieces) {
+            Some(piece) => Err(Error::new(ErrorKind::Corrupt, format!("the disk has no piece {piece}"))),
+            None => Ok(Digests(self.digests.clone())),
+        }
     }
 
     /// Puts the manifest at `path`, in the place of what is there, and makes that durable.
     ///
     /// # Errors
-    /// The system's.
+    /// `Exists` while another backup is getting its name; the system's.
     pub fn write(&self, path: &Path) -> Result<()> {
-        let part = part_of(path);
-        let file = File::create(&part).map_err(unwritten).at_path(path)?;
-        self.put(&file, &part, path)
+        let (folder, name) = Folder::of(path)?;
+        let Some((file, part)) = half_of(&folder, &name).at_path(path)? else { return Err(getting_it(path)) };
+        file.set_len(0).map_err(unwritten).at_path(path)?;
+        self.put(&file, (&folder, &part), &name).at_path(path)
     }
 
     /// As [`Manifest::write`], and then has `name` give the backup its name. A process that is killed in between leaves a manifest alone, whose place the next backup takes. When `is_taken` says that the name is taken by now, nothing changes; when
@@ -279,72 +304,121 @@ impl Manifest {
         is_taken: impl FnOnce() -> bool,
         name: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let part = part_of(path);
+        let (folder, manifest) = Folder::of(path)?;
         // The lock goes along with the file when that gets its name.
-        let file = File::options().write(true).create(true).truncate(false).open(&part);
-        let file = file.map_err(unwritten).at_path(path)?;
-        if is_locked(&file) || !is_at(&file, &part) || File::open(path).is_ok_and(|other| is_locked(&other)) {
-            let error = Error::new(ErrorKind::Exists, "another backup is just getting this name").at_path(path);
-            return Err(error.hint("choose another name"));
+        let Some((file, part)) = half_of(&folder, &manifest).at_path(path)? else { return Err(getting_it(path)) };
+        if is_other_locked(&folder, &manifest) {
+            return Err(getting_it(path));
         }
         // Another backup has got the name since: the manifest that is there is its own.
         if is_taken() {
-            let _ = std::fs::remove_file(&part);
+            let _ = folder.remove(&part, id_of(&file)?);
             return Err(Error::new(ErrorKind::Exists, "there is a file of this name by now").at_path(path));
         }
-        let before = std::fs::read(path).ok();
+        let before = folder.read(&manifest, MOST_BYTES).ok().flatten();
         file.set_len(0).map_err(unwritten).at_path(path)?;
-        self.put(&file, &part, path)?;
+        self.put(&file, (&folder, &part), &manifest).at_path(path)?;
         name().inspect_err(|_| {
-            let restored = match &before {
-                Some(text) => std::fs::write(&part, text)
-                    .and_then(|()| File::open(&part)?.sync_all())
-                    .and_then(|()| std::fs::rename(&part, path)),
-                None => std::fs::remove_file(path),
-            };
-            if restored.is_ok() {
+            let own = id_of(&file);
+            if own.is_ok_and(|own| restore(&folder, &manifest, own, before.as_deref()).is_ok()) {
                 let _ = OsFiles::default().sync_name(path);
             }
         })
     }
 
-    fn put(&self, mut file: &File, part: &Path, path: &Path) -> Result<()> {
-        let text = Self { checksum: Some(self.sum()?), ..self.clone() }.text()?;
-        let mut write = || {
-            file.write_all(&text)?;
-            file.sync_all()?;
-            std::fs::rename(part, path)
-        };
-        let written = write();
-        if written.is_err() {
-            let _ = std::fs::remove_file(part);
+    /// Writes the manifest to `file`, which is at `part`, and gives it its name.
+    fn put(&self, file: &File, (folder, part): (&Folder, &OsStr), name: &OsStr) -> Result<()> {
+        let own = id_of(file)?;
+        let put = self.clone().fill(file).and_then(|()| put_over(folder, (part, own), name));
+        if put.is_err() {
+            let _ = folder.remove(part, own);
         }
-        written.map_err(unwritten).at_path(path)?;
-        OsFiles::default().sync_name(path)
+        put?;
+        OsFiles::default().sync_name(&folder.path_of(name))
     }
 }
 
-/// What is to take the place of the manifest at `path`, while it is written.
-fn part_of(path: &Path) -> PathBuf {
-    let mut name = OsString::from(".");
-    name.push(path.file_name().unwrap_or_default());
-    name.push(".part");
-    folder_of(path).join(name)
+/// A text of lines that are not too long.
+struct ShortLines<'f> {
+    file: Take<&'f File>,
+    /// Of the line that was begun.
+    len_bytes: usize,
+}
+
+impl Read for ShortLines<'_> {
+    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+        let len = self.file.read(into)?;
+        self.len_bytes = match into[..len].iter().rposition(|byte| *byte == b'\n') {
+            Some(end) => len - end,
+            None => self.len_bytes + len,
+        };
+        if self.len_bytes > MOST_LINE_BYTES { Err(IoKind::InvalidData.into()) } else { Ok(len) }
+    }
+}
+
+/// Gives the file `own`, which is at `part`, the name `name`, in the place of the file that has it.
+fn put_over(folder: &Folder, (part, own): (&OsStr, FileId), name: &OsStr) -> Result<()> {
+    let over = folder.id(name).map_err(unwritten)?;
+    folder.rename((part, own), folder, (name, over)).map_err(as_unwritten)
+}
+
+/// Puts `before` in the place of the manifest `own` at `name`, which nobody needs; `None`: there was none.
+fn restore(folder: &Folder, name: &OsStr, own: FileId, before: Option<&[u8]>) -> Result<()> {
+    let Some(text) = before else { return folder.remove(name, own) };
+    let (mut file, part) = folder.create_hidden(name, FILE_MODE)?;
+    file.write_all(text).and_then(|()| file.sync_all()).map_err(unwritten)?;
+    folder.rename((&part, id_of(&file)?), folder, (name, Some(own)))
+}
+
+fn id_of(file: &File) -> Result<FileId> {
+    file.metadata().map(|stat| FileId::of(&stat)).map_err(unwritten)
+}
+
+/// The file that is to be the manifest `name`, locked: nobody else makes that one then. `None` when somebody does. What a backup that was killed has left
+/// is taken up. Where the name is that of something else, the file gets one that nobody can foretell.
+fn half_of(folder: &Folder, name: &OsStr) -> Result<Option<(File, OsString)>> {
+    let part = part_of(name);
+    let file = match folder.create_with(&part, FILE_MODE) {
+        Err(error) if error.kind() == ErrorKind::Exists => {
+            unless_foreign(folder.open_own(&part, OpenMode::ReadWrite, None))?
+        }
+        made => Some(made.map_err(as_unwritten)?),
+    };
+    let Some(file) = file else { return folder.create_hidden(name, FILE_MODE).map(Some).map_err(as_unwritten) };
+    let is_ours = !is_locked(&file) && folder.id(&part).map_err(unwritten)? == Some(id_of(&file)?);
+    Ok(is_ours.then_some((file, part)))
+}
+
+/// True when the file that has the name of the manifest is just getting it.
+fn is_other_locked(folder: &Folder, name: &OsStr) -> bool {
+    folder.open_file(name, OpenMode::ReadOnly).is_ok_and(|other| is_locked(&other))
+}
+
+fn getting_it(path: &Path) -> Error {
+    let error = Error::new(ErrorKind::Exists, "another backup is just getting this name").at_path(path);
+    error.hint("choose another name")
+}
+
+/// The name of what is to take the place of the manifest `name`, while it is written.
+fn part_of(name: &OsStr) -> OsString {
+    let mut part = OsString::from(".");
+    part.push(name);
+    part.push(".part");
+    part
 }
 
 fn unwritten(error: std::io::Error) -> Error {
     Error::io("cannot write the backup's manifest", error)
 }
 
+fn as_unwritten(error: Error) -> Error {
+    let told = Error::new(error.kind(), "cannot write the backup's manifest");
+    told.caused_by(error)
+}
+
 /// Locks the file as long as it is open. True when somebody else has done that. Where files cannot be locked, nobody has.
 fn is_locked(file: &File) -> bool {
     flock(file, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK)
-}
-
-/// True when the file has this name still.
-fn is_at(file: &File, path: &Path) -> bool {
-    let of = |stat: std::io::Result<std::fs::Metadata>| stat.ok().map(|stat| (stat.dev(), stat.ino()));
-    of(file.metadata()) == of(path.metadata())
 }
 
 #[cfg(test)]
@@ -390,6 +464,49 @@ mod tests {
         assert_eq!(Manifest::read_whole(&path).unwrap(), manifest);
         std::fs::write(&path, without.join("\n").replace("11534336", "10485760")).unwrap();
         assert_eq!(Manifest::read_whole(&path).unwrap().digests().unwrap_err().kind(), ErrorKind::Corrupt);
+    }
+
+    #[test]
+    fn a_manifest_that_is_too_long_is_refused_without_reading_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.json");
+        for (begin, why) in [("{\"version\":1,", "536870912"), ("{\"version\":1,\"disk\":\"", "too long")] {
+            std::fs::write(&path, begin).unwrap();
+            let len = if why == "too long" { MOST_BYTES } else { 2 << 30 };
+            // Holes read as zeroes, which end a JSON text but for one inside a string: that has letters.
+            let mut file = File::options().append(true).open(&path).unwrap();
+            match why {
+                "too long" => file.write_all(&vec![b'a'; MOST_LINE_BYTES + (1 << 20)]).unwrap(),
+                _ => file.set_len(len).unwrap(),
+            }
+            let error = Manifest::read_whole(&path).unwrap_err();
+            assert!(error.kind() == ErrorKind::Corrupt && error.to_string().contains(why), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_name_of_a_half_manifest_that_is_somebody_elses_is_passed_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        std::fs::write(at("victim"), "precious").unwrap();
+        let manifest = Manifest::new("/vm/a.vhd".to_owned(), 1 << 30, 5);
+        for round in 0..2 {
+            let part = at(".a.json.part");
+            match round {
+                0 => std::os::unix::fs::symlink(at("victim"), &part).unwrap(),
+                _ => std::fs::hard_link(at("victim"), &part).unwrap(),
+            }
+            manifest.write(&at("a.json")).unwrap();
+            manifest.write_before(&at("b.json"), || false, || Ok(())).unwrap();
+            assert_eq!(std::fs::read_to_string(at("victim")).unwrap(), "precious");
+            assert!(at("a.json").symlink_metadata().unwrap().is_file());
+            std::fs::remove_file(part).unwrap();
+        }
+        // What a backup that was killed has left is taken up.
+        std::fs::write(at(".a.json.part"), "half").unwrap();
+        manifest.write(&at("a.json")).unwrap();
+        assert!(!at(".a.json.part").exists());
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 3);
     }
 
     #[test]

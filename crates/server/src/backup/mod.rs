@@ -1,5 +1,6 @@
 //! Backups of disks of this host, served or not: [`spile_life::backup`] with targets, manifests and jobs.
 
+mod digest_text;
 mod manifest;
 mod since;
 mod target;

@@ -16,7 +16,7 @@ use spile_store::{CacheMode, HostStore};
 
 use super::control::path_of;
 use super::snapshot::find;
-use super::{Exit, ParentArgs, cbtlog, existing, on_engine, parse_format, print_json, printable, say};
+use super::{Exit, ParentArgs, cbtlog, existing, on_engine, parse_format, print_json, printable, say, say_lines};
 use crate::disks;
 use crate::units::{format_size, format_us, parse_size};
 
@@ -176,7 +176,7 @@ fn print_list(list: &CheckpointList) {
         }
         table.add_row(row);
     }
-    say(table);
+    say_lines(table);
 }
 
 /// Runs `spile changed`.

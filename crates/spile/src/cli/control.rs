@@ -16,7 +16,7 @@ use spile_server::serving::api::types::{Detached, Disk, DiskDetail, DiskList, Fa
 use spile_store::CacheMode;
 use utoipa::ToSchema;
 
-use super::{Exit, existing, limit, on_engine, parse_format, print_json, printable, say, shape, space};
+use super::{Exit, existing, limit, on_engine, parse_format, print_json, printable, say, say_lines, shape, space};
 use crate::disks::{self, DiskSpec, split_commas};
 use crate::log;
 use crate::units::{format_count, format_size, format_us, parse_size};
@@ -210,7 +210,7 @@ pub fn ls(args: &LsArgs) -> Result<Exit> {
     table.column_iter_mut().last().into_iter().for_each(|path| {
         path.set_delimiter('/');
     });
-    say(table);
+    say_lines(table);
     disks.iter().filter_map(is_paused).for_each(say);
     disks.iter().filter_map(goes_back).for_each(say);
     disks.iter().filter_map(waits_for).for_each(say);
@@ -324,7 +324,8 @@ pub(super) fn fitting_table() -> Table {
 
 fn show_meter(meter: &Meter) {
     let mut table = fitting_table();
-    table.set_header([meter.layer.as_str(), "requests", "failed", "in flight", "half", "99 %", "longest"]);
+    let layer = printable(&meter.layer);
+    table.set_header([layer.as_str(), "requests", "failed", "in flight", "half", "99 %", "longest"]);
     for op in &meter.operations {
         table.add_row([
             op.operation.clone(),
@@ -336,7 +337,7 @@ fn show_meter(meter: &Meter) {
             format_us(op.latency_max_us),
         ]);
     }
-    say(table);
+    say_lines(table);
 }
 
 /// Runs `spile attach`.

@@ -23,7 +23,7 @@ use utoipa::ToSchema;
 
 use super::create;
 use super::load::ProgressLine;
-use super::{Exit, complain, on_engine, print_json, say, text_of};
+use super::{Exit, complain, on_engine, print_json, say, say_lines, text_of};
 use crate::disks;
 use crate::listen::{Bound, Published};
 use crate::load::{self, LaneReport, Options, Pattern, Report};
@@ -175,14 +175,14 @@ fn demo(args: &DemoArgs, dir: &Path, keep: bool) -> Result<Exit> {
         let (load, meters, virtual_size_bytes) = (report, layers, args.size);
         print_json(&Shown { path, virtual_size_bytes, used_bytes, result: check, load, meters })?;
     } else {
-        say(table(&report, &layers));
-        say(report.summary().trim_end());
+        say_lines(table(&report, &layers));
+        say_lines(report.summary().trim_end());
         say(format_args!(
             "space used: {} of {}; check: {check}",
             format_size(used_bytes.unwrap_or(0)),
             format_size(args.size)
         ));
-        say(how_to_attach(&path, keep));
+        say_lines(how_to_attach(&path, keep));
     }
     Ok(if right && check == "sound" { Exit::Ok } else { Exit::Corrupt })
 }

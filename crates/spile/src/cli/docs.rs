@@ -10,7 +10,7 @@ use clap_mangen::roff::{Roff, bold, roman};
 use spile_core::{Error, Result, ResultExt};
 
 use super::help::{self, Ending};
-use super::{Exit, say};
+use super::{Exit, say_lines};
 
 /// Print shell completions on stdout
 #[derive(Debug, Args)]
@@ -34,7 +34,7 @@ pub struct ManArgs {
 pub fn completions(args: &CompletionsArgs) -> Result<Exit> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut help::command(), "spile", &mut script);
-    say(String::from_utf8_lossy(&script).trim_end());
+    say_lines(String::from_utf8_lossy(&script).trim_end());
     Ok(Exit::Ok)
 }
 

@@ -5,7 +5,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use nix::sys::signal::Signal;
-use spile_core::{Error, ErrorKind};
+use spile_core::{Error, ErrorKind, exact_json, printable_lines};
 
 use crate::log;
 use crate::serving::api::types::Failure;
@@ -71,19 +71,22 @@ impl ErrorFormat {
     pub fn complain(self, error: &Error) {
         match (self, serde_json::to_string(&Failure::of(error).1)) {
             // When stderr is closed, the line is lost.
-            (Self::Json, Ok(line)) => drop(writeln!(std::io::stderr(), "{line}")),
+            (Self::Json, Ok(line)) => drop(writeln!(std::io::stderr(), "{}", exact_json(&line))),
             _ => log::complain(error),
         }
     }
 
     /// Ends a command line that was not understood, or that asked for help or the version.
     pub fn usage(self, error: &clap::Error) -> ExitCode {
-        if self == Self::Text || !error.use_stderr() {
+        let plain = error.to_string();
+        if !error.use_stderr() || self == Self::Text && printable_lines(&plain) == plain {
             // When nobody reads it, it is lost.
             let _ = error.print();
+        } else if self == Self::Text {
+            // It names an argument that a terminal would obey, as `*` makes one of a stranger's file.
+            let _ = std::io::stderr().write_all(printable_lines(&plain).as_bytes());
         } else {
-            let text = error.to_string();
-            let first = text.split("\n\n").next().unwrap_or_default();
+            let first = plain.split("\n\n").next().unwrap_or_default();
             let words: Vec<_> = first.trim_start_matches("error: ").split_whitespace().collect();
             self.complain(&Error::new(ErrorKind::InvalidInput, words.join(" ")));
         }

@@ -1,18 +1,17 @@
 //! `spile events`: what has happened to the disks that are served.
 
-use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use std::time::Duration;
 
 use clap::Args;
-use spile_core::{Error, ErrorKind, Result, format_size};
+use spile_core::{ErrorKind, Result, format_size};
 use spile_server::serving::api::client::{LOOK_PATIENCE, ask};
 use spile_server::serving::api::discovery::{self, find_disk};
 use spile_server::serving::events::{DiskEvent, EventList, What, now_us};
 
 use super::Exit;
-use super::pace::put;
+use super::say::{put_json, put_lines};
 use crate::log::{complain, printable};
 use crate::units::format_us;
 
@@ -102,21 +101,19 @@ fn hear(socket: &Path, follow: bool, sender: &mpsc::Sender<Result<DiskEvent>>) -
 
 fn show(event: &DiskEvent, json: bool) -> Result<()> {
     if json {
-        let line = serde_json::to_string(event)
-            .map_err(|error| Error::new(ErrorKind::InvalidInput, "cannot write JSON").caused_by(error))?;
-        return tell(line);
+        return tell(put_json(event)?);
     }
     let ago = format_us(now_us().saturating_sub(event.at_unix_us) as f64);
     let disk = event.disk.as_deref().unwrap_or("-");
-    tell(printable(&format!("{ago} ago  {disk}: {}", text(&event.what))))
+    tell(put_lines(printable(&format!("{ago} ago  {disk}: {}", text(&event.what))))?)
 }
 
-/// Prints a line. Ends the process when nobody reads it: others wait for what comes.
-fn tell(line: impl Display) -> Result<()> {
-    match put(line)? {
-        true => Ok(()),
-        false => std::process::exit(0),
+/// Ends the process when nobody reads what it prints: others wait for what comes.
+fn tell(is_read: bool) -> Result<()> {
+    if !is_read {
+        std::process::exit(0);
     }
+    Ok(())
 }
 
 fn text(what: &What) -> String {

@@ -12,7 +12,7 @@ use spile_server::serving::api::images::{Image, Info};
 use spile_store::{CacheMode, OsFiles};
 
 use super::served::{self, Served};
-use super::{Exit, OpenArgs, existing, on_engine, print_json, printable, say};
+use super::{Exit, OpenArgs, existing, on_engine, print_json, printable, say_lines};
 use crate::disks;
 use crate::units::format_size;
 
@@ -56,7 +56,7 @@ pub fn run(args: &InfoArgs) -> Result<Exit> {
     };
     match args.json {
         true => print_json(&without_lines(info))?,
-        false => say(to_text(&info).trim_end()),
+        false => say_lines(to_text(&info).trim_end()),
     }
     Ok(Exit::Ok)
 }

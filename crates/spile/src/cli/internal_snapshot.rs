@@ -20,7 +20,7 @@ use utoipa::ToSchema;
 use super::control::fitting_table;
 use super::revert::file_at;
 use super::snapshot::find;
-use super::{Exit, ParentArgs, on_engine, parse_format, print_json, printable, say};
+use super::{Exit, ParentArgs, on_engine, parse_format, print_json, printable, say, say_lines};
 use crate::disks;
 use crate::units::{format_size, format_us};
 
@@ -215,5 +215,5 @@ fn print_list(found: &InternalSnapshots) {
         let state = if one.guest_state_bytes == 0 { "none".to_owned() } else { format_size(one.guest_state_bytes) };
         table.add_row([printable(&one.id), printable(&one.name), age, disk, state]);
     }
-    say(table);
+    say_lines(table);
 }

@@ -20,7 +20,7 @@ use spile_store::CacheMode;
 use super::coalesce::parse_rate;
 use super::control::fitting_table;
 use super::revert::is_same_file;
-use super::{Exit, existing, on_engine, parse_format, print_json, say};
+use super::{Exit, existing, on_engine, parse_format, print_json, say, say_lines};
 use crate::disks;
 use crate::log::{self, complain, printable};
 use crate::units::format_size;
@@ -115,7 +115,7 @@ pub fn jobs(args: &JobsArgs) -> Result<Exit> {
         ];
         table.add_row(row.map(|text| printable(&text)));
     }
-    say(table);
+    say_lines(table);
     let moving = jobs.iter().filter(|job| job.is_under_way());
     moving.filter_map(lag).for_each(say);
     for (job, error) in jobs.iter().filter_map(|job| Some((job, job.error.clone()?))) {

@@ -13,7 +13,7 @@ use spile_core::{Error, ErrorKind, Locator, Result, ResultExt};
 use utoipa::ToSchema;
 
 use super::output::write_report;
-use super::{Exit, complain, print_json, say};
+use super::{Exit, complain, print_json, say, say_lines};
 use crate::disks;
 use crate::load::GuestOptions;
 use crate::load::{self, LoadOutcome, Model, Options, Pattern, Progress, Report, VhostOptions};
@@ -237,7 +237,7 @@ pub fn run(args: &LoadArgs) -> Result<Exit> {
     if args.json {
         print_json(&report)?;
     } else {
-        say(report.to_text().trim_end());
+        say_lines(report.to_text().trim_end());
     }
     verdict(outcome, ended.get().copied())
 }

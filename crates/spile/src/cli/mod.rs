@@ -38,6 +38,7 @@ mod rebase;
 mod receive;
 mod report;
 mod revert;
+mod say;
 mod schema;
 mod serve;
 mod served;
@@ -57,24 +58,21 @@ mod xen_lab;
 mod xen_place;
 
 use std::ffi::OsString;
-use std::fmt::Display;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, FromArgMatches, Parser, Subcommand};
-use serde::Serialize;
 use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_engine::{Config, Engine, EngineKind};
 use spile_image::{Format, OpenOptions};
 use spile_life::names;
 use spile_node::{OnError, Policy};
 use spile_store::CacheMode;
-use utoipa::ToSchema;
 
 use self::ending::Exit;
 use self::progress::{Progress, progress_bar};
+use self::say::{print_json, print_text, say, say_lines, try_say};
 use crate::disks;
 use crate::grow::GrowOptions;
 use crate::log::{self, complain, printable};
@@ -467,39 +465,9 @@ where
     result
 }
 
-/// Prints on stdout. A reader that has gone (`spile map DISK | head`) changes nothing: the exit code is the command's.
-/// When stdout cannot be written to for another reason, the program ends with a failure, because its output is lost.
-fn say(text: impl Display) {
-    if let Err(error) = try_say(text) {
-        complain(format_args!("cannot write to stdout: {error}"));
-        std::process::exit(1);
-    }
-}
-
-fn try_say(text: impl Display) -> std::io::Result<()> {
-    let mut out = std::io::stdout().lock();
-    match writeln!(out, "{text}").and_then(|()| out.flush()) {
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
-        result => result,
-    }
-}
-
 /// Writes a path as text. Bytes that are not UTF-8 are replaced, because JSON has no other strings.
 fn text_of<S: serde::Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(&path.display())
-}
-
-/// Prints an answer as JSON on stdout. `spile schema` knows its shape.
-fn print_json(value: &(impl Serialize + ToSchema)) -> Result<()> {
-    print_text(value)
-}
-
-/// Prints one JSON value on stdout.
-fn print_text(value: &impl Serialize) -> Result<()> {
-    let text = serde_json::to_string_pretty(value)
-        .map_err(|e| Error::new(ErrorKind::InvalidInput, "cannot write JSON").caused_by(e))?;
-    say(text);
-    Ok(())
 }
 
 #[cfg(test)]

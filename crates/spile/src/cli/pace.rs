@@ -1,12 +1,8 @@
-//! What `stat` and `top` share: how long intervals are, how many there are, and output that goes on until nobody reads it.
+//! What `stat` and `top` share: how long intervals are, and how many there are.
 
-use std::fmt::Display;
-use std::io::{ErrorKind, Write};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use serde::Serialize;
-use spile_core::{Error, Result};
 
 use crate::units::parse_duration;
 
@@ -36,28 +32,6 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
 /// Sleeps until `interval` has passed since `begun`.
 pub fn sleep_until(begun: Instant, interval: Duration) {
     std::thread::sleep(interval.saturating_sub(begun.elapsed()));
-}
-
-/// Prints on stdout. False when nobody reads it any more, as behind `head`.
-///
-/// # Errors
-/// When stdout cannot be written to for another reason.
-pub fn put(text: impl Display) -> Result<bool> {
-    let mut out = std::io::stdout().lock();
-    match writeln!(out, "{text}").and_then(|()| out.flush()) {
-        Ok(()) => Ok(true),
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(false),
-        Err(error) => Err(Error::io("write to stdout", error)),
-    }
-}
-
-/// A JSON value in one line.
-///
-/// # Errors
-/// When it cannot be written as JSON.
-pub fn json_line(value: &impl Serialize) -> Result<String> {
-    serde_json::to_string(value)
-        .map_err(|e| Error::new(spile_core::ErrorKind::InvalidInput, "cannot write JSON").caused_by(e))
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use spile_server::serving::api::slow::{SlowRequest, SlowRequests};
 use spile_server::serving::events::now_us;
 
 use super::control::{Which, path_of};
-use super::{Exit, print_json, say};
+use super::{Exit, print_json, say, say_lines};
 use crate::units::{format_size, format_us};
 
 /// Show the slowest requests of a disk that is served, and where their time went
@@ -40,7 +40,7 @@ pub fn run(args: &SlowArgs) -> Result<Exit> {
     let now_us = now_us();
     for (title, requests) in [("in flight", &slow.in_flight), ("slowest", &slow.answered)] {
         if !requests.is_empty() {
-            say(table(title, requests, now_us));
+            say_lines(table(title, requests, now_us));
         }
     }
     if slow.in_flight.is_empty() && slow.answered.is_empty() {

@@ -100,7 +100,8 @@ pub fn run(args: &SnapshotArgs) -> Result<Exit> {
     }
     for DiskSnapshot { path, snapshot_path, .. } in &made.disks {
         let (snapshot_path, path) = (printable(snapshot_path), printable(path));
-        say(format_args!("{snapshot_path}: what the disk held\n{path} goes on as its child"));
+        say(format_args!("{snapshot_path}: what the disk held"));
+        say(format_args!("{path} goes on as its child"));
     }
     if made.longest_stall_us > 0.0 {
         say(format_args!("requests waited for {} at most", format_us(made.longest_stall_us)));

@@ -1,5 +1,7 @@
 //! What is known of texts without a font: how much room one takes at most, and where lines are broken.
 
+use spile_core::is_unseen;
+
 /// A text's room on the page: left, top, right, bottom.
 #[derive(Clone, Debug)]
 pub struct TextBox {
@@ -134,6 +136,8 @@ pub fn escape(text: &str) -> String {
             '\'' => out.push_str("&#39;"),
             // No other control character may be in XML.
             c if c.is_control() => out.push(' '),
+            // A name shows as it is written, in any direction.
+            c if is_unseen(c) => out.push('\u{fffd}'),
             c => out.push(c),
         }
     }

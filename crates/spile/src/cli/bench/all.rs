@@ -13,7 +13,7 @@ use super::common::{check_writable, result_file};
 use crate::bench::about::{About, about};
 use crate::bench::findings::found_here;
 use crate::bench::save;
-use crate::cli::{Exit, complain, print_json, say};
+use crate::cli::{Exit, complain, print_json, say, say_lines};
 use crate::units::parse_duration;
 
 /// The file that says what is finished, beside the results; it is JSON, and no result.
@@ -372,7 +372,7 @@ impl Summary {
         if args.json {
             return print_json(self);
         }
-        self.experiments.iter().for_each(|entry| say(entry.to_text()));
+        self.experiments.iter().for_each(|entry| say_lines(entry.to_text()));
         let earlier: f64 = self.experiments.iter().filter(|entry| entry.kept).map(|entry| entry.seconds).sum();
         let earlier = if earlier > 0.0 { format!(", and {earlier:.0} s earlier") } else { String::new() };
         say(format_args!("the results are in {}; they took {:.0} s{earlier}", args.out.display(), self.seconds));

@@ -15,7 +15,7 @@ use crate::bench::folder::remove_folders;
 use crate::bench::transfer::Way;
 use crate::bench::world::Storage;
 use crate::bench::{Figures, Outcome, save};
-use crate::cli::{Exit, print_json, say};
+use crate::cli::{Exit, print_json, say, say_lines};
 use crate::signals::EndSignals;
 use crate::units::parse_size;
 
@@ -203,8 +203,8 @@ impl OutputArgs {
         match about(&outcome.experiment) {
             _ if self.in_set => {}
             _ if self.json => print_json(outcome)?,
-            Some(about) => say(format_args!("{text}\n\n{}", about.to_text(COLUMNS))),
-            None => say(text),
+            Some(about) => say_lines(format_args!("{text}\n\n{}", about.to_text(COLUMNS))),
+            None => say_lines(text),
         }
         let Some(dir) = &self.out else { return Ok(Exit::Ok) };
         let json = serde_json::to_string_pretty(outcome);

@@ -17,7 +17,8 @@ use utoipa::ToSchema;
 pub use table::{name_of, number, remarks};
 
 use super::control::{Which, path_of};
-use super::pace::{Pace, json_line, put, sleep_until};
+use super::pace::{Pace, sleep_until};
+use super::say::{put_json, put_lines};
 use super::{Exit, print_json};
 use crate::log;
 
@@ -103,9 +104,9 @@ fn stats_of(socket: &Path, name: &str) -> Result<DiskStats> {
 fn show(args: &StatArgs, stat: &DiskStat) -> Result<bool> {
     match (args.json, args.pace.count) {
         (true, None) => print_json(stat).map(|()| true),
-        (true, Some(_)) => put(json_line(stat)?),
-        (false, _) if args.layers => put(table::layers(stat)),
-        (false, _) => put(table::operations(stat)),
+        (true, Some(_)) => put_json(stat),
+        (false, _) if args.layers => put_lines(table::layers(stat)),
+        (false, _) => put_lines(table::operations(stat)),
     }
 }
 

@@ -15,7 +15,8 @@ use super::collect::once;
 use super::draw::title;
 use super::model::{Column, DiskRow, Figures, Key, Model};
 use crate::cli::Exit;
-use crate::cli::pace::{Pace, json_line, put, sleep_until};
+use crate::cli::pace::{Pace, sleep_until};
+use crate::cli::say::{json_line, put_lines};
 use crate::log::printable;
 
 /// What all disks of this host did in an interval.
@@ -64,7 +65,7 @@ pub fn run(folder: &Path, pace: &Pace, form: &mut dyn FnMut(&Model) -> Result<St
         sleep_until(begun, pace.interval);
         begun = Instant::now();
         once(folder, pace.interval, |told| model.hear(told))?;
-        if !put(form(&model)?)? {
+        if !put_lines(form(&model)?)? {
             break;
         }
         shown += 1;
