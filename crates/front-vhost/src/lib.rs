@@ -31,6 +31,7 @@ mod session;
 mod vring;
 pub mod wire;
 
+pub use gate::Pass;
 pub use handover::{ConnectionState, Handover};
 pub use server::{Config, Server};
 pub use spile_front::Passage;

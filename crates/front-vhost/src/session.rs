@@ -6,7 +6,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Event;
@@ -64,8 +64,8 @@ pub(crate) struct Session<D> {
     /// The socket for requests from us to the front end.
     pub(crate) notices: Arc<Notices>,
     pub(crate) is_writeback: bool,
-    /// The region of requests in flight says that the disk was handed over to another host.
-    pub(crate) is_gone: Arc<AtomicBool>,
+    /// The region of requests in flight says that the disk was handed over to another host: the queues wait.
+    pub(crate) is_gone: bool,
 }
 
 impl<D: Disk> Session<D> {
@@ -84,7 +84,7 @@ impl<D: Disk> Session<D> {
             log: None,
             notices: Arc::default(),
             is_writeback: true,
-            is_gone: Arc::default(),
+            is_gone: false,
         }
     }
 
@@ -155,7 +155,7 @@ impl<D: Disk> Session<D> {
                 let region = InflightRegion::map(info, file, self.shared.config.queues)?;
                 self.stop_queues();
                 self.recall_write_cache(&region);
-                self.is_gone.store(self.shared.gate.meet(&region), Ordering::SeqCst);
+                self.is_gone = self.shared.gate.meet(&region);
                 self.inflight = Some(region);
             }
             Message::SetBackendReqFd => self.notices.set_socket(fds.pop()),
@@ -350,10 +350,13 @@ impl<D: Disk> Session<D> {
         self.queues.iter().any(Vring::is_at_work)
     }
 
-    /// Keeps, for the next server, whether the disk was handed over to another host.
-    pub(crate) fn keep_gone(&self, is_gone: bool) {
-        self.inflight.iter().for_each(|region| region.keep_gone(is_gone));
-        self.is_gone.store(is_gone && self.inflight.is_some(), Ordering::SeqCst);
+    /// The guest may use the disk from now on.
+    pub(crate) fn let_in(&mut self) {
+        self.is_gone = false;
+        if let Some(region) = &self.inflight {
+            region.forget_gone();
+            self.shared.gate.give_pass(region);
+        }
     }
 
     /// True when memory was removed, and the queues wait for what may come in its place: a front end that changes a region removes
@@ -386,7 +389,7 @@ impl<D: Disk> Session<D> {
             features: self.features,
             log: self.log.clone(),
             hang_up: self.hang_up.clone(),
-            is_gone: self.is_gone.load(Ordering::SeqCst),
+            is_gone: self.is_gone,
         };
         let queues = self.queues.iter_mut().enumerate();
         let results = queues.map(|(index, queue)| queue.start(index, &context, self.inflight.as_ref()));

@@ -21,6 +21,7 @@ use super::growing::Growth;
 use super::identity::{Exported, Identity};
 use super::jobs::{self, DiskJob, DiskJobs};
 use super::limits::{self, Groups};
+use super::passages::Passages;
 use super::pausing::Pausing;
 use super::trouble;
 use crate::checkpoints::Checkpoints;
@@ -52,7 +53,9 @@ pub struct Open {
     pub pausing: Arc<Pausing>,
     /// Its own name on this server: what callers of the control API know it by.
     pub name: String,
-    /// No NBD client may choose it any more: it has come from another host, and is its guest's.
+    /// Whether it was handed over to another host, or has come from one.
+    pub passages: Arc<Passages>,
+    /// No NBD client may choose it any more: it has come from another host, and is its guest's, or it was handed over.
     pub withdrawn: Arc<AtomicBool>,
     /// A hand-over has done that: it is taken back when the disk stays here after all.
     pub withdrawn_to_go: Arc<AtomicBool>,
@@ -90,6 +93,7 @@ impl Open {
         self.layers = layers_of(graph);
         self.kind = disks::describe(graph);
         self.growth.watch(graph);
+        self.passages.follow(graph);
         self.identity = self.identity.clone().with_opened(graph);
     }
 
@@ -312,8 +316,11 @@ impl Opening {
             troubles = troubles.with_room_maker(Box::new(move || makes_room.is_at_work()));
         }
         let checkpoints = Arc::new(checkpoints);
+        let passages = if spec.read_only { Arc::default() } else { Passages::of(&graph) };
+        let is_gone = passages.is_gone();
         Open {
             name: spec.own_name(),
+            passages,
             layers: layers_of(&graph),
             names,
             serial,
@@ -331,8 +338,8 @@ impl Opening {
             checkpoints,
             growth,
             pausing: Arc::default(),
-            withdrawn: Arc::default(),
-            withdrawn_to_go: Arc::default(),
+            withdrawn: Arc::new(AtomicBool::new(is_gone)),
+            withdrawn_to_go: Arc::new(AtomicBool::new(is_gone)),
             disk: Arc::new(
                 Node::with_buffers(graph, |len| spile_engine::pool().try_alloc(len).map(Into::into))
                     .with_troubles(troubles)

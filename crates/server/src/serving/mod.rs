@@ -3,6 +3,7 @@
 //! - [`server`]: the main loop of both. [`serve`]: `spile serve` itself; `spile xen-disk` is [`crate::xen::disk`].
 //! - [`disks`]: the images, open; `faults.rs` has them fail for tests. [`fronts`]: the servers over them. [`sockets`]: where they listen.
 //! - [`failed_syncs`]: failed syncs, remembered for the next server. [`trouble`]: what the log and the service manager hear of disks that wait for trouble below to pass.
+//! - `passages.rs`: disks that move between hosts with their guests, remembered for the next server.
 //! - [`events`]: what has happened, for callers that wait for it.
 //! - `attaching.rs`: disks that come; `changes.rs`: those that go. `bitmaps.rs`: changed blocks for NBD clients. `life.rs`: snapshots of disks that are served. [`pausing`]: disks whose guests wait. `resizing.rs`: new sizes. [`growing`]: devices that become longer under thin disks. [`Claims`](claims::Claims):
 //!   one change of a disk's images at a time.
@@ -31,6 +32,7 @@ mod life;
 pub mod limits;
 pub mod metrics;
 pub mod offline;
+mod passages;
 pub mod pausing;
 mod resizing;
 mod reverting;

@@ -204,7 +204,7 @@ pub fn ls(args: &LsArgs) -> Result<Exit> {
         let access = if disk.read_only { " (read-only)" } else { "" };
         let format = format!("{}{access}", disk.format);
         let size = format_size(disk.virtual_size_bytes);
-        let row = [&disk.name, &disk.state, &size, &format, &ways.join(", "), &disk.path];
+        let row = [&disk.name, &state_of(disk), &size, &format, &ways.join(", "), &disk.path];
         table.add_row(row.map(|text| printable(text)));
     }
     table.column_iter_mut().last().into_iter().for_each(|path| {
@@ -218,6 +218,14 @@ pub fn ls(args: &LsArgs) -> Result<Exit> {
         say(format_args!("{}: every flush fails: {}", disk.name, failed.message));
     }
     Ok(Exit::Ok)
+}
+
+/// The disk's state, and whether requests of it wait for a limit now.
+fn state_of(disk: &Disk) -> String {
+    match disk.limits.waiting_requests {
+        0 => disk.state.clone(),
+        _ => format!("{}, limited", disk.state),
+    }
 }
 
 /// A line for a disk that is paused.

@@ -100,7 +100,7 @@ pub struct ServeArgs {
     /// reaches the address may read there, and nothing else can be asked. The control socket always answers /metrics
     #[arg(long, value_name = "[HOST:]PORT", value_parser = parse_address)]
     metrics: Vec<Address>,
-    /// How many series a disk has in /metrics: `disk` for at most 124 and one for each of its limits (5 more for a thin image on a device), `layer` for each front, image and store, `queue` for each
+    /// How many series a disk has in /metrics: `disk` for at most 126 and one for each of its limits (5 more for a thin image on a device), `layer` for each front, image and store, `queue` for each
     /// queue as well
     #[arg(long, value_name = "disk|layer|queue", default_value_t)]
     metrics_detail: Detail,

@@ -51,6 +51,12 @@ pub struct Disk {
     /// What the disk waits for, while it does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waiting: Option<Waiting>,
+    /// Requests that have waited for trouble below the disk to pass since the server began. Those that wait now are not in it.
+    #[serde(default)]
+    pub waited_requests: u64,
+    /// How long these have waited, all together, in seconds.
+    #[serde(default)]
+    pub waited_s: f64,
     /// The room on the block device below it, if its leaf is a thin image on one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub room: Option<Room>,
