@@ -39,6 +39,7 @@ use super::resizing::Resized;
 use super::reverting::RevertCall;
 use super::trouble::KeptPolicy;
 use crate::process::Process;
+use crate::socket_path::SocketPath;
 
 /// The most descriptors beside one line (the kernel takes 253).
 pub const MAX_FDS: usize = 200;
@@ -156,7 +157,7 @@ impl Link {
     /// # Errors
     /// The system's.
     pub fn connect(path: &Path) -> Result<Option<Self>> {
-        match UnixStream::connect(path) {
+        match SocketPath::of(path).and_then(|reached| UnixStream::connect(reached.path())) {
             Ok(stream) => Self::new(stream).map(Some),
             Err(e) if matches!(e.kind(), std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused) => {
                 Ok(None)

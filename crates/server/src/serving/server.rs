@@ -41,7 +41,7 @@ use crate::disks::DiskSpec;
 use crate::listen::Published;
 use crate::log::complain;
 use crate::notify::notify;
-use crate::process::raise_file_limit;
+use crate::process::{need_proc, raise_file_limit};
 use crate::signals::ServerSignals;
 use crate::uri::Address;
 
@@ -110,6 +110,7 @@ impl Server {
     /// # Errors
     /// When the workers cannot be started, or the options are not allowed.
     pub fn new(opening: Opening, options: Options, engine: Config) -> Result<Self> {
+        need_proc()?;
         raise_file_limit();
         events::begin();
         let engine = Engine::start(engine)?;
