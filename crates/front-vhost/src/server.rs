@@ -27,6 +27,7 @@ use crate::execute::{FRONT, ID_BYTES, Target};
 use crate::gate::{Gate, Pass};
 use crate::handover::Handover;
 use crate::session::{Reply, Session};
+use crate::shared::{Sharing, Tell};
 use crate::wire::{Invalid, Message, config_changed};
 
 /// How a disk is served.
@@ -51,6 +52,8 @@ pub struct Config {
     pub pass: Pass,
     /// Set when a guest has shown that the disk has come and is its own: nothing else may write to it here from then on.
     pub belongs_to_guest: Arc<AtomicBool>,
+    /// Hears that the memory of a guest is not shared.
+    pub tell_not_shared: Tell,
 }
 
 impl Default for Config {
@@ -65,6 +68,7 @@ impl Default for Config {
             passage: Passage::Open,
             pass: Pass::default(),
             belongs_to_guest: Arc::default(),
+            tell_not_shared: Tell::default(),
         }
     }
 }
@@ -75,6 +79,7 @@ pub(crate) struct ServerState<D> {
     pub(crate) disk: Arc<D>,
     pub(crate) config: Config,
     pub(crate) gate: Gate,
+    sharing: Sharing,
     counters: Vec<Arc<FrontCounters>>,
     /// The worker of queue 0. It differs from server to server, so that not all disks begin on the same worker.
     first_worker: usize,
@@ -174,6 +179,16 @@ impl<D> ServerState<D> {
     pub(crate) fn may_complain(&self) -> bool {
         self.complaints.count().is_some()
     }
+
+    /// A guest is about to use the disk, and its memory is not shared.
+    pub(crate) fn miss_memory(&self) {
+        self.sharing.miss(&self.config.name, &self.config.tell_not_shared);
+    }
+
+    /// A guest uses the disk by memory that is shared.
+    pub(crate) fn find_memory(&self) {
+        self.sharing.found();
+    }
 }
 
 /// How often a connection that waits for the end of another looks whether its own front end is gone.
@@ -235,6 +250,7 @@ impl<D: Disk> Server<D> {
             places: Connections::new(FRONT, config.max_connections, 1),
             complaints: LogLimit::default(),
             failures: Arc::default(),
+            sharing: Sharing::default(),
             gate: Gate::new(config.passage, config.pass.clone(), config.belongs_to_guest.clone()),
             engine,
             disk,
@@ -324,6 +340,11 @@ impl<D: Disk> Server<D> {
         self.shared.gate.passage()
     }
 
+    /// True when a guest wanted to use the disk whose memory is not shared, and none has used it since.
+    pub fn lacks_memory(&self) -> bool {
+        self.shared.sharing.is_missing()
+    }
+
     /// From now on no guest uses the disk, because it is handed over to another host: requests wait in the guests' rings. Waits for
     /// connections that are just changing something; not to be called on a worker.
     ///
@@ -392,6 +413,10 @@ impl<D: Disk> Server<D> {
 impl<D: Disk> Door for Server<D> {
     fn passage(&self) -> Passage {
         self.passage()
+    }
+
+    fn lacks_memory(&self) -> bool {
+        self.lacks_memory()
     }
 
     fn shut(&self) -> Result<()> {

@@ -55,10 +55,8 @@ impl Peer {
         let Ok(address) = getpeername(&socket) else { return Self::Unknown };
         match address.map(SocketAddr::try_from) {
             Some(Ok(address)) => Self::Host(address.ip().to_canonical()),
-            _ => sockopt::socket_peercred(&socket).map_or(Self::Unknown, |peer| Self::Process {
-                uid: peer.uid.as_raw(),
-                pid: peer.pid.as_raw_pid(),
-            }),
+            _ => sockopt::socket_peercred(&socket)
+                .map_or(Self::Unknown, |peer| Self::Process { uid: peer.uid.as_raw(), pid: peer.pid.as_raw_pid() }),
         }
     }
 

@@ -32,8 +32,10 @@ pub fn need_proc() -> Result<()> {
     const NEEDED: [&str; 2] = ["/proc/self/fd", "/proc/sys/kernel/random/boot_id"];
     match NEEDED.into_iter().find(|path| !Path::new(path).exists()) {
         None => Ok(()),
-        Some(missing) => Err(Error::new(ErrorKind::Unsupported, format!("{missing} is not there, and a server needs it"))
-            .hint("mount /proc here: mount -t proc proc /proc")),
+        Some(missing) => {
+            Err(Error::new(ErrorKind::Unsupported, format!("{missing} is not there, and a server needs it"))
+                .hint("mount /proc here: mount -t proc proc /proc"))
+        }
     }
 }
 

@@ -37,6 +37,7 @@ use super::limits::Kept;
 use super::pausing::PauseCall;
 use super::resizing::Resized;
 use super::reverting::RevertCall;
+use super::successor::Told;
 use super::trouble::KeptPolicy;
 use crate::process::Process;
 use crate::socket_path::SocketPath;
@@ -84,6 +85,8 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "is_zero")]
         layout: u32,
     },
+    /// Tell what a successor goes on with. Older builds do not understand this.
+    Tell,
 }
 
 /// An answer of a server.
@@ -109,7 +112,15 @@ pub enum Answer {
         /// The policies for trouble. Older builds neither send nor read them.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         policies: Vec<KeptPolicy>,
+        /// The names of disks that were detached since the server began. Older builds neither send nor read them.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        detached: Vec<String>,
+        /// The addresses on which it listens no more. Older builds neither send nor read them.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        closed: Vec<String>,
     },
+    /// What a successor goes on with.
+    Told(Told),
     /// A takeover: the key of a listening socket, which is the line's descriptor.
     Socket(String),
     /// A takeover: a guest's connection to an export. Its descriptors come beside this line and the following ones.
@@ -335,9 +346,13 @@ pub struct LineRequest {
 impl LineRequest {
     /// Answers that the request is done, or why not; then others are let in again.
     pub fn answer(self, done: &Result<()>) {
-        let answer = done.as_ref().map_or_else(|error| Answer::Error(error.to_string()), |()| Answer::Done);
+        self.answer_with(&done.as_ref().map_or_else(|error| Answer::Error(error.to_string()), |()| Answer::Done));
+    }
+
+    /// Answers so; then others are let in again.
+    pub fn answer_with(self, answer: &Answer) {
         // A caller that has gone does not need the answer.
-        let _ = self.link.send(&answer, &[]);
+        let _ = self.link.send(answer, &[]);
         let _ = self.go_on.send(());
     }
 }

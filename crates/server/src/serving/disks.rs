@@ -139,6 +139,8 @@ pub struct Opening {
     pub shape: Option<ShapeChoice>,
     /// Write to images although others name them as their parents.
     pub write_parent: bool,
+    /// Write to old images of disks that were moved away.
+    pub write_moved: bool,
     /// The groups in which disks share limits.
     pub groups: Arc<Groups>,
 }
@@ -158,6 +160,7 @@ impl Opening {
             grow: GrowOptions::default(),
             shape: None,
             write_parent: false,
+            write_moved: false,
             groups: Arc::default(),
         }
     }
@@ -205,6 +208,24 @@ impl Opening {
         self.specs.retain(|(spec, _)| spec.own_name() != name);
     }
 
+    /// The disk of this name, as it was given.
+    pub fn spec(&self, name: &str) -> Option<&DiskSpec> {
+        self.specs.iter().map(|(spec, _)| spec).find(|spec| spec.own_name() == name)
+    }
+
+    /// The exports of the disk of this name.
+    pub fn exports_of(&self, name: &str) -> Option<Vec<String>> {
+        self.specs.iter().find(|(spec, _)| spec.own_name() == name).map(|(_, exports)| exports.clone())
+    }
+
+    /// The path of the first disk, if it is a file or a device.
+    pub fn first_path(&self) -> Option<&std::path::Path> {
+        match &self.specs.first()?.0.source {
+            Locator::Path(path) => Some(path),
+            Locator::Nbd(_) | Locator::Null(_) | Locator::Mem(_) => None,
+        }
+    }
+
     /// What will be exported under `name`, as a part of its sockets' [`key`](super::fronts::key).
     ///
     /// # Errors
@@ -248,8 +269,8 @@ impl Opening {
                 let what = format!("{} is given twice: as {:?} and as {:?}", disk.label, other.name, spec.own_name());
                 return Err(Error::new(ErrorKind::Exists, what).hint("give it once, or say read-only for both"));
             }
-            let write_parent = self.write_parent || names.iter().any(|name| were_served.contains(name));
-            let open = self.open_one(engine, spec, names.clone(), &|file| holder(into, file), write_parent)?;
+            let was_served = names.iter().any(|name| were_served.contains(name));
+            let open = self.open_one(engine, spec, names.clone(), &|file| holder(into, file), was_served)?;
             into.push(open);
             Ok(())
         })
@@ -260,7 +281,7 @@ impl Opening {
     /// # Errors
     /// As [`Graph::open`].
     pub fn open_beside(&self, engine: &Engine, spec: &DiskSpec, served: &Served) -> Result<Open> {
-        self.open_one(engine, spec, vec![spec.own_name()], &|file| served.holder(file), self.write_parent)
+        self.open_one(engine, spec, vec![spec.own_name()], &|file| served.holder(file), false)
     }
 
     /// How an image is opened that is to be the parent of a disk.
@@ -281,12 +302,13 @@ impl Opening {
         spec: &DiskSpec,
         names: Vec<String>,
         holder: &dyn Fn(FileId) -> Option<String>,
-        write_parent: bool,
+        was_served: bool,
     ) -> Result<Open> {
         let options = OpenOptions {
             format: spec.format.or(self.format),
             read_only: spec.read_only,
-            write_parent,
+            write_parent: self.write_parent || was_served,
+            write_moved: self.write_moved || was_served,
             ..self.options_of_parents()
         };
         let (graph, checkpoints) = self.open_patiently(engine, spec, &options, holder)?;
@@ -366,7 +388,7 @@ impl Opening {
         loop {
             let (access, source, options) = (self.access(), spec.source.clone(), options.clone());
             let open = move || async move {
-                let graph = disks::open_keeping(access.cache, &source, &options).await?;
+                let graph = disks::open_to_serve(access.cache, &source, &options).await?;
                 let checkpoints = Checkpoints::none(access);
                 checkpoints.open(&graph).await?;
                 Ok::<_, Error>((graph, checkpoints))

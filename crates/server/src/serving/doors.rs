@@ -42,6 +42,11 @@ impl Doors {
         shut.unwrap_or(none)
     }
 
+    /// True when a guest wants to use the disk, and has not shared its memory.
+    pub fn lacks_memory(&self) -> bool {
+        self.guests.iter().any(|guests| guests.lacks_memory())
+    }
+
     fn has_clients(&self) -> bool {
         self.clients.iter().any(|(server, export)| server.metrics(export).connections > 0)
     }

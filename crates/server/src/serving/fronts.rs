@@ -14,13 +14,14 @@ use spile_engine::Engine;
 use spile_front::{Breakdown, Door, FrontReading, Passage};
 use spile_front_blkif::device::{Device, End as XenEnd};
 use spile_front_nbd::{Export, Server as NbdServer, ServerConfig as NbdConfig};
-use spile_front_vhost::{Config as VhostConfig, Handover, Server as VhostServer};
+use spile_front_vhost::{Config as VhostConfig, Handover, Server as VhostServer, Tell};
 
 use super::api::types::Export as ExportView;
 use super::api::view::{FrontName, ReadMeter, ReadSpans};
 use super::bitmaps;
 use super::disks::{Open, ServedDisk, find};
 use super::doors::Doors;
+use super::events::{self, Said, What};
 use super::failed_syncs;
 use crate::disks::split_commas;
 use crate::listen::{Bound, Published, SocketAccess};
@@ -208,6 +209,7 @@ impl Vhost {
         let config = VhostConfig {
             passage,
             pass: open.passages.pass(),
+            tell_not_shared: not_shared(&open.name),
             name: open.label.clone(),
             serial: open.serial.clone(),
             queues: options.queues,
@@ -219,6 +221,14 @@ impl Vhost {
         let server = VhostServer::new(engine.clone(), open.disk.clone(), config)?;
         Ok(Self { export: export.to_owned(), server: Arc::new(server) })
     }
+}
+
+/// Tells whoever waits for events of the disk of this name that the memory of its guest is not shared.
+fn not_shared(disk: &str) -> Tell {
+    let disk = disk.to_owned();
+    Tell::new(move |message| {
+        events::tell(Some(&disk), What::MemoryNotShared(Said { message: message.to_owned() }));
+    })
 }
 
 /// An NBD server and the exports that it has.

@@ -10,7 +10,7 @@
 //! - [`offline`]: the jobs of commands on disks that no server has, seen and steered as those of a server.
 //! - [`metrics`]: what was counted, for Prometheus.
 //! - [`control`]: lines on the control socket. [`api`]: HTTP on the same socket. [`takeover`]: a server that gives all it has to
-//!   its successor, and the messages for that.
+//!   its successor, and the messages for that. [`successor`]: what that serves beside its command line.
 
 pub mod api;
 mod attaching;
@@ -32,12 +32,13 @@ mod life;
 pub mod limits;
 pub mod metrics;
 pub mod offline;
-mod passages;
+pub(crate) mod passages;
 pub mod pausing;
 mod resizing;
 mod reverting;
 pub mod serve;
 pub mod server;
 pub mod sockets;
+pub mod successor;
 pub mod takeover;
 pub(crate) mod trouble;

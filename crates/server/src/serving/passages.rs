@@ -129,6 +129,20 @@ impl Passages {
     }
 }
 
+/// Refuses to change a disk that no server has, and that was handed over to another host: its guest goes on there.
+///
+/// # Errors
+/// `Denied`.
+pub fn refuse_gone(graph: &Graph<HostStore>) -> Result<()> {
+    if leaf_of(graph).as_ref().and_then(look) != Some(Kept::Gone) {
+        return Ok(());
+    }
+    let what = "the disk was handed over to another host, where its guest goes on: nothing is changed here";
+    Err(Error::new(ErrorKind::Denied, what).at_path(graph.handles()[0].path()).hint(
+        "when it is certain that nobody uses it there: serve it here, and `spile resume` it; an image that nobody needs goes by `spile delete`",
+    ))
+}
+
 fn leaf_of(graph: &Graph<HostStore>) -> Option<Known> {
     stores_of(&graph.handles()[0]).next().and_then(known)
 }

@@ -26,7 +26,7 @@ use super::api::{Call, Context, Order, router};
 use super::attaching::{Arrivals, Coming, opened};
 use super::changes::Gone;
 use super::claims::Claims;
-use super::control::{Event, LineRequest, Request};
+use super::control::{Answer, Event, LineRequest, Request};
 use super::disks::{self, Open, Opening, find};
 use super::events;
 use super::failed_syncs::FailedSync;
@@ -35,6 +35,7 @@ use super::jobs::stop_within;
 use super::metrics::{self, Detail, Exporter, Source};
 use super::resizing::Caller;
 use super::sockets;
+use super::successor::Changes;
 use super::takeover::{self, Inheritance};
 use super::trouble::KeptPolicy;
 use crate::disks::DiskSpec;
@@ -59,6 +60,8 @@ pub struct Server {
     /// The name of the control socket, where the command line names none.
     control_name: Option<String>,
     metrics_detail: Detail,
+    /// What has become of the command line since.
+    pub(super) changes: Changes,
     /// Who changes which disk's images.
     pub(super) claims: Claims,
     /// Threads that close disks which are served no more.
@@ -131,6 +134,7 @@ impl Server {
             calls,
             control_name,
             metrics_detail,
+            changes: Changes::default(),
             claims: Claims::default(),
             closings: Vec::new(),
             coming: Vec::new(),
@@ -447,6 +451,10 @@ impl Server {
             Request::Resize { export, size_bytes } => {
                 let name = find(&self.disks, &export).map(|open| open.name.clone());
                 self.begin_resize(name, size_bytes, Caller::Line(line));
+                return Ok(None);
+            }
+            Request::Tell => {
+                line.answer_with(&Answer::Told(self.told()));
                 return Ok(None);
             }
             Request::TakeOver { sockets, queues, disks, layout } => {

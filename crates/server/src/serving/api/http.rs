@@ -273,7 +273,8 @@ mod tests {
     #[test]
     fn a_few_processes_cannot_take_all_places() {
         let open = OpenConnections::default();
-        let hostile: Vec<Counted> = (1..=8).flat_map(|pid| std::iter::from_fn(|| open.enter(pid)).collect::<Vec<_>>()).collect();
+        let hostile: Vec<Counted> =
+            (1..=8).flat_map(|pid| std::iter::from_fn(|| open.enter(pid)).collect::<Vec<_>>()).collect();
         assert!(hostile.len() < MAX_CONNECTIONS);
         let _another = open.enter(99).expect("another process gets in");
     }

@@ -41,7 +41,7 @@ pub struct Disk {
     pub read_only: bool,
     /// `running`; `paused` while all requests wait, because of `spile pause`; `reverting` while they wait for those in flight to end, because
     /// of `spile revert`; `waiting` while requests wait for trouble below the disk to pass; `sync_failed` when a sync has failed, and so every
-    /// flush fails; `incoming` and `handed_over` while guests by vhost-user or blkif wait, because the disk is not yet here, or at another
+    /// flush fails; `memory_not_shared` while a guest waits for ever, because its monitor does not share its memory; `incoming` and `handed_over` while guests by vhost-user or blkif wait, because the disk is not yet here, or at another
     /// host.
     #[serde(default)]
     pub state: String,

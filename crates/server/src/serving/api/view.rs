@@ -125,6 +125,7 @@ impl DiskView {
                 (None, Some(_), _) => "waiting",
                 (None, None, Some(_)) => "sync_failed",
                 (None, None, None) => match self.doors.passage() {
+                    Passage::Open if self.doors.lacks_memory() => "memory_not_shared",
                     Passage::Open => "running",
                     Passage::Coming => "incoming",
                     Passage::Gone => "handed_over",

@@ -151,7 +151,11 @@ fn state(families: &mut Families, disk: &Disk) {
     let has_failed = if disk.failed_sync.is_some() { 1.0 } else { 0.0 };
     add("sync_failed", "1 after a failed sync, until its loss is accepted: every flush fails.", &labels, has_failed);
     let waited = [
-        ("requests_waited_total", "Requests that had to wait for trouble below the disk to pass.", disk.waited_requests as f64),
+        (
+            "requests_waited_total",
+            "Requests that had to wait for trouble below the disk to pass.",
+            disk.waited_requests as f64,
+        ),
         ("wait_seconds_total", "How long these have waited for it, all together.", disk.waited_s),
     ];
     for (name, help, value) in waited {

@@ -255,6 +255,7 @@ impl DiskRow {
             "paused" => "paused",
             "reverting" => "goes back",
             "sync_failed" => "sync failed",
+            "memory_not_shared" => "memory not shared",
             _ if self.disk.limits.waiting_requests > 0 => "limited",
             _ => "",
         };

@@ -123,7 +123,8 @@ mod tests {
 
     #[test]
     fn a_fifth_at_each_end_does_not_count_for_the_means() {
-        let mut requests: Vec<_> = (1..=8).map(|us| request("read", [1000, 0, 0, 0, us * 1000, 0, 0, 0, 0, 500])).collect();
+        let mut requests: Vec<_> =
+            (1..=8).map(|us| request("read", [1000, 0, 0, 0, us * 1000, 0, 0, 0, 0, 500])).collect();
         requests.push(request("read", [1000, 0, 0, 0, 0, 0, 0, 0, 0, 500]));
         requests.push(request("read", [1000, 0, 0, 0, 9_000_000, 0, 0, 0, 0, 500]));
         requests.push(request("flush", [0; 10]));
