@@ -201,6 +201,18 @@ pub async fn open_keeping(cache: CacheMode, source: &Locator, options: &OpenOpti
     Ok(disk)
 }
 
+/// Refuses to write to the old image of a disk that was moved away. A link is followed.
+///
+/// # Errors
+/// As [`refuse_old_image`].
+pub async fn refuse_old_image_at(path: &Path) -> Result<()> {
+    match path.canonicalize() {
+        Ok(path) => refuse_old_image(&HostFiles::new(OsFiles::new(CacheMode::Page)), &path).await,
+        // What is not there is told by whoever opens it.
+        Err(_) => Ok(()),
+    }
+}
+
 /// As [`open_keeping`], for a server: guests of a disk that was handed over wait there until they may go on.
 ///
 /// # Errors
@@ -208,10 +220,8 @@ pub async fn open_keeping(cache: CacheMode, source: &Locator, options: &OpenOpti
 pub async fn open_to_serve(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Graph<HostStore>> {
     let files = HostFiles::new(OsFiles::new(cache).without_locks(options.no_lock));
     look_for_moved(&files, source, !options.read_only).await?;
-    if let (Locator::Path(path), false) = (source, options.read_only || options.write_moved)
-        && let Ok(path) = path.canonicalize()
-    {
-        refuse_old_image(&files, &path).await?;
+    if let (Locator::Path(path), false) = (source, options.read_only || options.write_moved) {
+        refuse_old_image_at(path).await?;
     }
     let disk = open_unless_dirty(&files, source, options).await?;
     let layers = disk.layers();
