@@ -55,6 +55,9 @@ impl Door for Gate {
     }
 
     fn let_in(&self) -> Result<()> {
+        if self.passage() == Passage::Open {
+            return Ok(());
+        }
         self.ask(Order::LetIn)
     }
 }

@@ -53,11 +53,11 @@ impl Trace {
     pub fn note(&self, request: &Record) {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let at = HEADER_BYTES + (number % self.records) as usize * RECORD_BYTES;
-        let [load, queue, map, store, commit, unload, answer, _notify] = request.phases_ns;
+        let [load, queue, limit, map, store, commit, trouble, unload, answer, _notify] = request.phases_ns;
         let what = request.what.len_bytes << 8 | request.what.op as u64;
         let loaded = request.taken_ns + load;
         let begun = loaded + queue;
-        let ended = begun + map + store + commit;
+        let ended = begun + limit + map + store + commit + trouble;
         let stored = ended + unload;
         let fields = [request.what.offset_bytes, request.taken_ns, loaded, begun, ended, stored, stored + answer, what];
         for (field, value) in fields.into_iter().enumerate() {

@@ -3,11 +3,11 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use serde::{Deserialize, Serialize};
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Event;
+use spile_front::Passage;
 
 use crate::config;
 use crate::inflight::InflightRegion;
@@ -42,6 +42,9 @@ pub struct ConnectionState {
     /// Regions that were removed, in the place of which others may be about to come. Builds before this field start the queues without them.
     #[serde(default, skip_serializing_if = "is_zero")]
     missing: usize,
+    /// Whether the guest was let in to its disk, which may be on its way between hosts. Builds before this field do not say it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    is_let_in: Option<bool>,
 }
 
 fn is_zero(count: &usize) -> bool {
@@ -126,6 +129,7 @@ impl<D: Disk> Session<D> {
             has_backend,
             queues,
             missing: self.missing,
+            is_let_in: Some(self.shared.gate.passage() == Passage::Open),
         };
         Ok(Handover { socket: duplicate(socket)?, state, fds })
     }
@@ -160,9 +164,10 @@ impl<D: Disk> Session<D> {
         session.memory = Arc::new(memory);
         if let Some(info) = state.inflight {
             let region = InflightRegion::map(info, Arc::new(next()?), max_queues)?;
-            session.is_gone.store(session.shared.gate.meet(&region), Ordering::SeqCst);
             session.inflight = Some(region);
         }
+        session.shared.gate.adopt(state.is_let_in, session.inflight.as_ref());
+        session.is_gone = session.inflight.as_ref().is_some_and(|region| session.shared.gate.meet(region));
         if let Some(LogState { file_offset_bytes, len_bytes }) = state.log {
             session.log = Some(Log::map(Arc::new(next()?), file_offset_bytes, len_bytes)?);
         }

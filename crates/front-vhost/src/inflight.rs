@@ -29,9 +29,11 @@ const VERSION: u16 = 1;
 /// Each queue's part begins on its own cache line.
 const PART_ALIGN: usize = 64;
 /// Our own trailer, behind the parts of all queues, with which the specification ends: it keeps how the guest has
-/// switched its write cache, and whether its disk was handed over to another host.
+/// switched its write cache, and the pass of a guest that was let in. The front end may write anything there.
 const TRAILER_BYTES: usize = PART_ALIGN;
+/// Builds before the pass have noted here that the disk was handed over to another host.
 const IS_GONE_AT: usize = 1;
+const PASS_AT: usize = 16;
 const IS_WRITEBACK: u8 = 1;
 const IS_WRITE_THROUGH: u8 = 2;
 
@@ -109,17 +111,29 @@ impl InflightRegion {
         self.bytes.load_u16(VERSION_AT, Ordering::Acquire) != 0
     }
 
-    /// Keeps, for the next server, whether the guest's disk was handed over to another host. A region that another program has made cannot
-    /// keep that.
-    pub fn keep_gone(&self, is_gone: bool) {
+    /// True when a build before the pass has noted that the guest's disk was handed over to another host.
+    pub fn is_gone(&self) -> bool {
+        self.trailer().is_some_and(|at| self.bytes.load_u8(at + IS_GONE_AT, Ordering::Acquire) == 1)
+    }
+
+    /// Removes that note.
+    pub fn forget_gone(&self) {
         if let Some(at) = self.trailer() {
-            self.bytes.store_u8(at + IS_GONE_AT, u8::from(is_gone), Ordering::Release);
+            self.bytes.store_u8(at + IS_GONE_AT, 0, Ordering::Release);
         }
     }
 
-    /// True when the guest's disk was handed over to another host.
-    pub fn is_gone(&self) -> bool {
-        self.trailer().is_some_and(|at| self.bytes.load_u8(at + IS_GONE_AT, Ordering::Acquire) == 1)
+    /// Keeps, for the next server, the secret by which it knows that the guest was let in. A region that another program has made cannot keep it.
+    pub fn keep_pass(&self, [first, second]: [u64; 2]) {
+        if let Some(at) = self.trailer() {
+            self.bytes.store_u64(at + PASS_AT, first, Ordering::Relaxed);
+            self.bytes.store_u64(at + PASS_AT + 8, second, Ordering::Release);
+        }
+    }
+
+    /// What the region has in the place of the secret.
+    pub fn pass(&self) -> Option<[u64; 2]> {
+        self.trailer().map(|at| [at + PASS_AT, at + PASS_AT + 8].map(|at| self.bytes.load_u64(at, Ordering::Acquire)))
     }
 
     /// The part of queue number `index`, whose size is `queue_size`.

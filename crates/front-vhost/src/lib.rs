@@ -10,7 +10,7 @@
 //! - `ring`, `request`, `memory`, `inflight`, `log`: what is in shared memory.
 //! - `execute`: a request to its status. `queue`: a virtqueue at work on its worker.
 //! - `channel`, `session`, `vring`, `server`: the socket, what the front end has told us, and when queues work.
-//! - `gate`: a disk that is on its way to another host, or from there. [`Handover`]: a connection that goes on in another process.
+//! - `shared`: front ends that do not share their guests' memory. `gate`: a disk that is on its way to another host, or from there. [`Handover`]: a connection that goes on in another process.
 #![forbid(unsafe_code)]
 
 mod channel;
@@ -28,9 +28,12 @@ mod request;
 mod ring;
 mod server;
 mod session;
+mod shared;
 mod vring;
 pub mod wire;
 
+pub use gate::Pass;
 pub use handover::{ConnectionState, Handover};
 pub use server::{Config, Server};
+pub use shared::Tell;
 pub use spile_front::Passage;

@@ -24,9 +24,10 @@ use spile_front::{
 
 use crate::channel::{Channel, Notices, Received, Wait};
 use crate::execute::{FRONT, ID_BYTES, Target};
-use crate::gate::Gate;
+use crate::gate::{Gate, Pass};
 use crate::handover::Handover;
 use crate::session::{Reply, Session};
+use crate::shared::{Sharing, Tell};
 use crate::wire::{Invalid, Message, config_changed};
 
 /// How a disk is served.
@@ -45,10 +46,14 @@ pub struct Config {
     /// The most connections at a time. When all places are taken, a further front end gets the place of one that has shared no memory,
     /// or is hung up on.
     pub max_connections: usize,
-    /// The disk is still on its way from another host: no guest uses it before [`Server::let_in`].
-    pub is_coming: bool,
-    /// Set when a guest tells by what it keeps that the disk has come and is its own, or is gone: nothing else may write to it here from then on.
+    /// Whether guests may use the disk at first, as its owner knows. Those that may not wait for [`Server::let_in`].
+    pub passage: Passage,
+    /// The secret by which a guest shows that it was let in to a disk that is [`Passage::Coming`].
+    pub pass: Pass,
+    /// Set when a guest has shown that the disk has come and is its own: nothing else may write to it here from then on.
     pub belongs_to_guest: Arc<AtomicBool>,
+    /// Hears that the memory of a guest is not shared.
+    pub tell_not_shared: Tell,
 }
 
 impl Default for Config {
@@ -60,8 +65,10 @@ impl Default for Config {
             read_only: false,
             pins_memory: false,
             max_connections: 4,
-            is_coming: false,
+            passage: Passage::Open,
+            pass: Pass::default(),
             belongs_to_guest: Arc::default(),
+            tell_not_shared: Tell::default(),
         }
     }
 }
@@ -72,6 +79,7 @@ pub(crate) struct ServerState<D> {
     pub(crate) disk: Arc<D>,
     pub(crate) config: Config,
     pub(crate) gate: Gate,
+    sharing: Sharing,
     counters: Vec<Arc<FrontCounters>>,
     /// The worker of queue 0. It differs from server to server, so that not all disks begin on the same worker.
     first_worker: usize,
@@ -101,7 +109,7 @@ struct OpenConnections<D> {
 /// A connection among those that are open.
 struct Open<D> {
     connection: Arc<Connection<D>>,
-    _place: Place,
+    place: Place,
 }
 
 impl<D> OpenConnections<D> {
@@ -115,7 +123,6 @@ struct Connection<D> {
     channel: Channel,
     session: Mutex<Session<D>>,
     notices: Arc<Notices>,
-    is_gone: Arc<AtomicBool>,
     /// While a message is received (`IN`) or sent (`OUT`): since when, and which of both. The session is not locked
     /// then.
     talking_since: Mutex<Option<(Instant, PollFlags)>>,
@@ -171,6 +178,16 @@ impl<D> ServerState<D> {
     /// Counts one more mistake of a front end; true when it is to be logged.
     pub(crate) fn may_complain(&self) -> bool {
         self.complaints.count().is_some()
+    }
+
+    /// A guest is about to use the disk, and its memory is not shared.
+    pub(crate) fn miss_memory(&self) {
+        self.sharing.miss(&self.config.name, &self.config.tell_not_shared);
+    }
+
+    /// A guest uses the disk by memory that is shared.
+    pub(crate) fn find_memory(&self) {
+        self.sharing.found();
     }
 }
 
@@ -233,10 +250,8 @@ impl<D: Disk> Server<D> {
             places: Connections::new(FRONT, config.max_connections, 1),
             complaints: LogLimit::default(),
             failures: Arc::default(),
-            gate: Gate::new(
-                if config.is_coming { Passage::Coming } else { Passage::Open },
-                config.belongs_to_guest.clone(),
-            ),
+            sharing: Sharing::default(),
+            gate: Gate::new(config.passage, config.pass.clone(), config.belongs_to_guest.clone()),
             engine,
             disk,
             config,
@@ -299,10 +314,12 @@ impl<D: Disk> Server<D> {
     /// When the state does not fit its descriptors or this server (it has more queues, for example), or the guest's
     /// memory cannot be mapped.
     pub fn adopt(&self, handover: Handover) -> Result<()> {
+        let peer = Peer::of(&handover.socket);
         let channel = Channel::new(handover.socket)?;
         let hang_up = hang_up_of(&channel)?;
         let session = Session::restore(self.shared.clone(), hang_up, handover.state, handover.fds)?;
-        start(&self.shared, channel, session, self.shared.places.enter_anyway())
+        let place = self.shared.places.enter_anyway(peer);
+        start(&self.shared, channel, session, place)
     }
 
     /// Tells all front ends that the disk's size has changed.
@@ -318,14 +335,14 @@ impl<D: Disk> Server<D> {
         }
     }
 
-    /// Whether guests may use the disk now. It is gone as well when only one of its guests knows that.
+    /// Whether guests may use the disk now.
     pub fn passage(&self) -> Passage {
-        let is_gone =
-            || lock(&self.shared.connections).all().any(|connection| connection.is_gone.load(Ordering::SeqCst));
-        match self.shared.gate.passage() {
-            Passage::Open if is_gone() => Passage::Gone,
-            passage => passage,
-        }
+        self.shared.gate.passage()
+    }
+
+    /// True when a guest wanted to use the disk whose memory is not shared, and none has used it since.
+    pub fn lacks_memory(&self) -> bool {
+        self.shared.sharing.is_missing()
     }
 
     /// From now on no guest uses the disk, because it is handed over to another host: requests wait in the guests' rings. Waits for
@@ -352,8 +369,6 @@ impl<D: Disk> Server<D> {
             let hint = "have its monitor stop it first: a migration of QEMU does so with the capability pause-before-switchover";
             return Err(Error::new(ErrorKind::Busy, "a guest uses the disk").hint(hint));
         }
-        let keep = |connection: &Arc<Connection<D>>| lock(&connection.session).keep_gone(true);
-        open.iter().for_each(keep);
         Ok(())
     }
 
@@ -363,7 +378,7 @@ impl<D: Disk> Server<D> {
         let open: Vec<_> = lock(&self.shared.connections).all().cloned().collect();
         for connection in open {
             let mut session = lock(&connection.session);
-            session.keep_gone(false);
+            session.let_in();
             if let Err(error) = session.start_queues()
                 && self.shared.may_complain()
             {
@@ -400,6 +415,10 @@ impl<D: Disk> Door for Server<D> {
         self.passage()
     }
 
+    fn lacks_memory(&self) -> bool {
+        self.lacks_memory()
+    }
+
     fn shut(&self) -> Result<()> {
         self.shut()
     }
@@ -434,30 +453,55 @@ fn admit<D: Disk>(shared: &Arc<ServerState<D>>, fd: OwnedFd) -> Result<()> {
 const ENDING_AT_ONCE: usize = 16;
 
 /// A place for a front end that connects. When all are taken, the connection that has gone least far gives up its own, if no guest
-/// has shared memory by it: first those on which nothing was agreed, then the oldest. Such connections are a mistake, or hostile.
+/// has shared memory by it: first those on which nothing was agreed, then the oldest. Such connections are a mistake, or hostile. Where there is
+/// none, the reserve is for processes that hold few, and at last a process that holds more than half of all loses its newest one: no guest has
+/// so many connections to one disk.
 fn place_for<D: Disk>(shared: &Arc<ServerState<D>>, fd: &OwnedFd) -> Option<Place> {
+    let peer = Peer::of(fd);
     if shared.places.count() < shared.config.max_connections {
-        return Some(shared.places.enter_anyway());
+        return Some(shared.places.enter_anyway(peer));
     }
     let connections = lock(&shared.connections);
+    let room = connections.open.len() < 2 * shared.config.max_connections + ENDING_AT_ONCE;
+    if let Some(id) = least_far(&connections).filter(|_| room) {
+        give_up(shared, &connections, id, "a front end that has shared no memory");
+        return Some(shared.places.enter_anyway(peer));
+    }
+    if let Some(place) = shared.places.enter_reserve(peer) {
+        return Some(place);
+    }
+    let greedy = shared.places.greedy(peer).filter(|_| room);
+    let Some(id) = greedy.and_then(|greedy| newest_of(&connections, greedy)) else {
+        shared.places.turn_away(peer);
+        return None;
+    };
+    give_up(shared, &connections, id, "a process that holds more than half of them");
+    Some(shared.places.enter_anyway(peer))
+}
+
+/// The connection that has gone least far, and by which no guest has shared memory.
+fn least_far<D: Disk>(connections: &OpenConnections<D>) -> Option<u64> {
     let progress = |(id, open): (&u64, &Open<D>)| {
         // One whose session is busy has something to do.
         let session = open.connection.session.try_lock().ok()?;
         let is_idle = !has_hung_up(open.connection.channel.as_fd()) && !session.has_memory();
         is_idle.then(|| (session.has_agreed(), *id))
     };
-    let room = connections.open.len() < 2 * shared.config.max_connections + ENDING_AT_ONCE;
-    let least = connections.open.iter().filter_map(progress).min().filter(|_| room);
-    let Some((_, id)) = least else {
-        shared.places.turn_away(Peer::of(fd));
-        return None;
-    };
+    connections.open.iter().filter_map(progress).min().map(|(_, id)| id)
+}
+
+fn newest_of<D>(connections: &OpenConnections<D>, peer: Peer) -> Option<u64> {
+    let its = connections.open.iter().filter(|(_, open)| open.place.peer() == peer);
+    its.filter(|(_, open)| !has_hung_up(open.connection.channel.as_fd())).map(|(id, _)| *id).max()
+}
+
+/// Has a connection give up its place.
+fn give_up<D>(shared: &ServerState<D>, connections: &OpenConnections<D>, id: u64, whose: &str) {
     let disk = &shared.config.name;
     if shared.may_complain() {
-        tracing::warn!(%disk, "vhost-user: all places are taken, and one is taken from a front end that has shared no memory");
+        tracing::warn!(%disk, "vhost-user: all places are taken, and one is taken from {whose}");
     }
     let _ = shutdown(connections.open[&id].connection.channel.as_fd(), Shutdown::Both);
-    Some(shared.places.enter_anyway())
 }
 
 fn hang_up_of(channel: &Channel) -> Result<Arc<OwnedFd>> {
@@ -467,13 +511,13 @@ fn hang_up_of(channel: &Channel) -> Result<Arc<OwnedFd>> {
 
 /// Starts the connection's thread.
 fn start<D: Disk>(shared: &Arc<ServerState<D>>, channel: Channel, session: Session<D>, place: Place) -> Result<()> {
-    let (notices, is_gone, talking_since) = (session.notices.clone(), session.is_gone.clone(), Mutex::default());
-    let connection = Arc::new(Connection { channel, session: Mutex::new(session), notices, is_gone, talking_since });
+    let (notices, talking_since) = (session.notices.clone(), Mutex::default());
+    let connection = Arc::new(Connection { channel, session: Mutex::new(session), notices, talking_since });
     let mut connections = lock(&shared.connections);
     connections.threads.retain(|thread| !thread.is_finished());
     let id = connections.next;
     connections.next += 1;
-    connections.open.insert(id, Open { connection: connection.clone(), _place: place });
+    connections.open.insert(id, Open { connection: connection.clone(), place });
     let shared_there = shared.clone();
     let thread = std::thread::Builder::new().name("spile-vhost".to_owned()).stack_size(STACK_BYTES).spawn(move || {
         let socket = connection.clone();

@@ -4,9 +4,9 @@
 //! it is stopped (what is in flight is answered), changed, and started again where it ended. Only the notification of
 //! answers changes while it works, because front ends do that often.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Event;
@@ -19,6 +19,7 @@ use crate::log::Log;
 use crate::memory::{GuestMemory, MAX_SLOTS, Region};
 use crate::ring::MAX_QUEUE_SIZE;
 use crate::server::ServerState;
+use crate::shared;
 use crate::vring::{Context, Vring};
 use crate::wire::{self, Message, RegionInfo, VringAddr, protocol};
 
@@ -64,8 +65,10 @@ pub(crate) struct Session<D> {
     /// The socket for requests from us to the front end.
     pub(crate) notices: Arc<Notices>,
     pub(crate) is_writeback: bool,
-    /// The region of requests in flight says that the disk was handed over to another host.
-    pub(crate) is_gone: Arc<AtomicBool>,
+    /// The region of requests in flight says that the disk was handed over to another host: the queues wait.
+    pub(crate) is_gone: bool,
+    /// Whether the front end has a copy of its own of the memory; `None` before that was looked at.
+    is_private: Option<bool>,
 }
 
 impl<D: Disk> Session<D> {
@@ -84,7 +87,8 @@ impl<D: Disk> Session<D> {
             log: None,
             notices: Arc::default(),
             is_writeback: true,
-            is_gone: Arc::default(),
+            is_gone: false,
+            is_private: None,
         }
     }
 
@@ -155,7 +159,7 @@ impl<D: Disk> Session<D> {
                 let region = InflightRegion::map(info, file, self.shared.config.queues)?;
                 self.stop_queues();
                 self.recall_write_cache(&region);
-                self.is_gone.store(self.shared.gate.meet(&region), Ordering::SeqCst);
+                self.is_gone = self.shared.gate.meet(&region);
                 self.inflight = Some(region);
             }
             Message::SetBackendReqFd => self.notices.set_socket(fds.pop()),
@@ -281,6 +285,7 @@ impl<D: Disk> Session<D> {
     fn replace_memory(&mut self, memory: GuestMemory) {
         self.stop_queues();
         self.memory = Arc::new(memory);
+        self.is_private = None;
     }
 
     /// A part of the configuration space. A question that goes beyond the space is answered with no bytes, as the
@@ -328,6 +333,10 @@ impl<D: Disk> Session<D> {
 
     fn set_addr(&mut self, index: u32, addr: VringAddr) -> Result<()> {
         let memory = self.memory.clone();
+        if memory.is_empty() {
+            self.shared.miss_memory();
+            return Err(invalid(format!("queue {index}: {}", shared::NOT_SHARED)));
+        }
         let queue = self.queue(index)?;
         queue.parts(&memory, &addr).map_err(|error| invalid(format!("queue {index}: {error}")))?;
         queue.stop_to_change();
@@ -350,10 +359,13 @@ impl<D: Disk> Session<D> {
         self.queues.iter().any(Vring::is_at_work)
     }
 
-    /// Keeps, for the next server, whether the disk was handed over to another host.
-    pub(crate) fn keep_gone(&self, is_gone: bool) {
-        self.inflight.iter().for_each(|region| region.keep_gone(is_gone));
-        self.is_gone.store(is_gone && self.inflight.is_some(), Ordering::SeqCst);
+    /// The guest may use the disk from now on.
+    pub(crate) fn let_in(&mut self) {
+        self.is_gone = false;
+        if let Some(region) = &self.inflight {
+            region.forget_gone();
+            self.shared.gate.give_pass(region);
+        }
     }
 
     /// True when memory was removed, and the queues wait for what may come in its place: a front end that changes a region removes
@@ -376,7 +388,11 @@ impl<D: Disk> Session<D> {
     /// # Errors
     /// When one cannot be started. The others are started all the same.
     pub(crate) fn start_queues(&mut self) -> Result<()> {
-        if self.waits_for_memory() {
+        if self.waits_for_memory() || !self.queues.iter().any(Vring::is_ready) {
+            return Ok(());
+        }
+        if self.is_private() {
+            self.shared.miss_memory();
             return Ok(());
         }
         let context = Context {
@@ -386,11 +402,21 @@ impl<D: Disk> Session<D> {
             features: self.features,
             log: self.log.clone(),
             hang_up: self.hang_up.clone(),
-            is_gone: self.is_gone.load(Ordering::SeqCst),
+            is_gone: self.is_gone,
         };
         let queues = self.queues.iter_mut().enumerate();
         let results = queues.map(|(index, queue)| queue.start(index, &context, self.inflight.as_ref()));
-        results.fold(Ok(()), Result::and)
+        let started = results.fold(Ok(()), Result::and);
+        if self.is_at_work() {
+            self.shared.find_memory();
+        }
+        started
+    }
+
+    /// True when the front end has a copy of its own of the guest's memory. That is looked at when a queue is about to start, for by then the
+    /// monitor has made its guest's memory.
+    fn is_private(&mut self) -> bool {
+        *self.is_private.get_or_insert_with(|| shared::is_private(self.hang_up.as_fd(), &self.memory))
     }
 
     /// Stops all queues. All are told before the first is waited for, so that they end at the same time.

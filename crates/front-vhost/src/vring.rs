@@ -85,6 +85,11 @@ impl Vring {
         self.running.is_some()
     }
 
+    /// True when the front end has said all that the queue needs to start, and it has not started.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.addr.is_some() && self.kick.is_some() && self.is_enabled && !self.is_broken && !self.is_at_work()
+    }
+
     pub(crate) fn ask_to_stop(&self) {
         if self.running.is_some() {
             self.link.stop();

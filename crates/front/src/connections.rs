@@ -1,11 +1,18 @@
 //! [`Connections`]: how many a server has, where they are, and whether there is room for one more.
 //!
-//! When all places are taken, the peer that holds most of them gives one up to a peer that holds fewer: its connection that said
-//! nothing for the longest time, if that time is long ([`IDLE_NS`]) and it waits for no answer. So a client that collects idle connections
-//! shuts nobody out, and a quiet guest that is a peer of its own is never cut off for being quiet: its peer holds one place. The guests of
-//! one host, over TCP, are one peer: the quietest of them may be cut off, and connects again. Where there is no such connection, the newcomer is turned away.
+//! A *peer* is a process or a host, its *owner* a user of this host or a network. When all places are taken, no peer keeps others out:
+//!
+//! 1. The peer that holds most places gives one up to a peer that holds fewer: its connection that said nothing for the longest time, if that
+//!    time is long ([`IDLE_NS`]) and it waits for no answer. A quiet guest that is a peer of its own is never cut off for being quiet: its peer
+//!    holds one place. The guests of one host, over TCP, are one peer: the quietest of them may be cut off, and connects again.
+//! 2. Beside all places there is a *reserve* for such a newcomer, and another one for owners that hold fewer than the one that holds most:
+//!    a user cannot take it with many processes.
+//! 3. When the reserve is taken as well, a peer that holds more than its share loses a connection, also one that is busy.
+//!
+//! Else the newcomer is turned away.
 
 use std::collections::HashMap;
+use std::hash::Hash;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -21,11 +28,21 @@ use spile_core::metrics::now_ns;
 /// A connection that has said nothing for so long may have to give its place up.
 const IDLE_NS: u64 = 10_000_000_000;
 
+/// The most places that a client with many connections needs: no peer with fewer loses one that is busy.
+const CLIENT_PLACES: usize = 16;
+/// The most places of a reserve.
+const MOST_RESERVED: usize = 64;
+
 /// Who is at the other end of a connection, as far as that can be known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Peer {
     /// A process of this host, on a Unix socket.
-    Process(i32),
+    Process {
+        /// Its user.
+        uid: u32,
+        /// Its number.
+        pid: i32,
+    },
     /// A host.
     Host(IpAddr),
     /// Not known. Nobody's place is given to such a peer.
@@ -37,10 +54,29 @@ impl Peer {
     pub fn of(socket: impl AsFd) -> Self {
         let Ok(address) = getpeername(&socket) else { return Self::Unknown };
         match address.map(SocketAddr::try_from) {
-            Some(Ok(address)) => Self::Host(address.ip()),
-            _ => sockopt::socket_peercred(&socket).map_or(Self::Unknown, |peer| Self::Process(peer.pid.as_raw_pid())),
+            Some(Ok(address)) => Self::Host(address.ip().to_canonical()),
+            _ => sockopt::socket_peercred(&socket)
+                .map_or(Self::Unknown, |peer| Self::Process { uid: peer.uid.as_raw(), pid: peer.pid.as_raw_pid() }),
         }
     }
+
+    fn owner(self) -> Owner {
+        match self {
+            Self::Process { uid, .. } => Owner::User(uid),
+            Self::Host(IpAddr::V4(address)) => Owner::Network(address.to_ipv6_mapped().to_bits()),
+            // One host has as many addresses as it wants in its network of 64 bits.
+            Self::Host(IpAddr::V6(address)) => Owner::Network(address.to_bits() >> 64 << 64),
+            Self::Unknown => Owner::Unknown,
+        }
+    }
+}
+
+/// Who has many peers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Owner {
+    User(u32),
+    Network(u128),
+    Unknown,
 }
 
 /// True when the peer has closed its side of the connection, also when not all it has sent has been received.
@@ -131,6 +167,7 @@ pub struct Place {
     connections: Arc<Connections>,
     number: u64,
     worker: usize,
+    peer: Peer,
     presence: Arc<Presence>,
 }
 
@@ -140,26 +177,43 @@ impl Open {
         self.members.values().filter(|member| !member.presence.is_cut())
     }
 
-    /// Takes the place of an idle connection of the peer that has most, if that has more than `newcomer` would have. True when there
-    /// was such a connection.
-    fn cut_one_for(&self, newcomer: Peer, now_ns: u64) -> bool {
-        let mut held: HashMap<Peer, usize> = HashMap::new();
-        self.staying().for_each(|member| *held.entry(member.peer).or_default() += 1);
+    /// How many places each has, of those that are known.
+    fn held<K: Copy + Eq + Hash>(&self, key: impl Fn(Peer) -> K) -> HashMap<K, usize> {
+        let mut held: HashMap<K, usize> = HashMap::new();
+        let known = self.staying().filter(|member| member.peer != Peer::Unknown);
+        known.for_each(|member| *held.entry(key(member.peer)).or_default() += 1);
+        held
+    }
+
+    /// The peer that has most places, if that has more than `newcomer` would have, and how many.
+    fn greediest(&self, newcomer: Peer) -> Option<(Peer, usize)> {
+        let held = self.held(|peer| peer);
         let own = held.get(&newcomer).copied().unwrap_or(0);
-        held.remove(&Peer::Unknown);
         let most = held.into_iter().max_by_key(|(_, count)| *count);
-        let Some((greediest, _)) = most.filter(|(_, count)| newcomer != Peer::Unknown && *count > own + 1) else {
-            return false;
+        most.filter(|(_, count)| newcomer != Peer::Unknown && *count > own + 1)
+    }
+
+    /// True when the owner of `newcomer` would have fewer places than the one that has most.
+    fn is_of_modest_owner(&self, newcomer: Peer) -> bool {
+        let held = self.held(Peer::owner);
+        let own = held.get(&newcomer.owner()).copied().unwrap_or(0);
+        newcomer != Peer::Unknown && held.values().any(|count| *count > own + 1)
+    }
+
+    /// Takes the place of the connection of `peer` that was silent for longest, if that is [`IDLE_NS`] at least and it waits for no answer; also of
+    /// one that is busy if `may_be_busy`. True when there was such a connection.
+    fn cut_one_of(&self, peer: Peer, now_ns: u64, may_be_busy: bool) -> bool {
+        let heard = |member: &Member| member.presence.heard_ns.load(Ordering::Relaxed);
+        let is_at_work = |member: &Member| member.presence.at_work.load(Ordering::Relaxed) > 0;
+        let may_be_cut = |member: &&Member| {
+            let is_idle = !is_at_work(member) && now_ns.saturating_sub(heard(member)) >= IDLE_NS;
+            member.peer == peer && (is_idle || may_be_busy)
         };
-        let heard = |member: &&Member| member.presence.heard_ns.load(Ordering::Relaxed);
-        let may_be_cut =
-            |member: &&Member| member.peer == greediest && member.presence.at_work.load(Ordering::Relaxed) == 0;
-        let idle = self.staying().filter(may_be_cut).min_by_key(heard);
-        let idle = idle.filter(|member| now_ns.saturating_sub(heard(member)) >= IDLE_NS);
-        if let Some(member) = idle {
+        let quietest = self.staying().filter(may_be_cut).min_by_key(|member| (is_at_work(member), heard(member)));
+        if let Some(member) = quietest {
             member.presence.cut();
         }
-        idle.is_some()
+        quietest.is_some()
     }
 }
 
@@ -184,14 +238,61 @@ impl Connections {
     /// says at a bounded rate.
     pub fn enter(self: &Arc<Self>, peer: Peer) -> Option<Place> {
         let mut open = self.open();
-        // Those that were cut off are still here for a moment.
-        let is_full = open.members.len() >= self.max.saturating_mul(2);
-        if is_full || open.staying().count() >= self.max && !open.cut_one_for(peer, now_ns()) {
+        if !self.has_room(&open, peer) {
             drop(open);
             self.turn_away(peer);
             return None;
         }
         Some(self.enter_locked(&mut open, peer))
+    }
+
+    /// True when there is a place for `peer`, perhaps because another peer loses one.
+    fn has_room(&self, open: &Open, peer: Peer) -> bool {
+        // Those that were cut off are still here for a moment.
+        if open.members.len() >= self.max.saturating_mul(2).saturating_add(2 * self.reserve()) {
+            return false;
+        }
+        let (staying, now_ns) = (open.staying().count(), now_ns());
+        if staying < self.max {
+            return true;
+        }
+        let greediest = open.greediest(peer);
+        if greediest.is_some_and(|(greediest, _)| open.cut_one_of(greediest, now_ns, false)) {
+            return true;
+        }
+        if self.is_in_reserve(open, peer) {
+            return true;
+        }
+        greediest.is_some_and(|(greediest, count)| count > self.share() && open.cut_one_of(greediest, now_ns, true))
+    }
+
+    /// True when the reserve has a place for `peer`.
+    fn is_in_reserve(&self, open: &Open, peer: Peer) -> bool {
+        let beyond = open.staying().count().saturating_sub(self.max);
+        beyond < self.reserve() && open.greediest(peer).is_some()
+            || beyond < 2 * self.reserve() && open.is_of_modest_owner(peer)
+    }
+
+    /// How many places there are beside all others for peers that hold few, and as many again for owners that hold few.
+    fn reserve(&self) -> usize {
+        (self.max / 8).clamp(1, MOST_RESERVED)
+    }
+
+    /// No peer loses a busy connection that holds at most so many.
+    fn share(&self) -> usize {
+        (self.max / 8).max(CLIENT_PLACES).min(self.max / 2)
+    }
+
+    /// A place of the reserve for one more connection of `peer`, for a server that decides by itself who gets the others. `None` when the
+    /// reserve is taken, or is not for this peer.
+    pub fn enter_reserve(self: &Arc<Self>, peer: Peer) -> Option<Place> {
+        let mut open = self.open();
+        self.is_in_reserve(&open, peer).then(|| self.enter_locked(&mut open, peer))
+    }
+
+    /// The peer that holds more than its share, and more than `newcomer` would.
+    pub fn greedy(&self, newcomer: Peer) -> Option<Peer> {
+        self.open().greediest(newcomer).filter(|(_, count)| *count > self.share()).map(|(peer, _)| peer)
     }
 
     /// Says in the log, at a bounded rate, that somebody was turned away.
@@ -208,8 +309,8 @@ impl Connections {
     }
 
     /// A place for one more connection even when there are too many: one that another process has handed over.
-    pub fn enter_anyway(self: &Arc<Self>) -> Place {
-        self.enter_locked(&mut self.open(), Peer::Unknown)
+    pub fn enter_anyway(self: &Arc<Self>, peer: Peer) -> Place {
+        self.enter_locked(&mut self.open(), peer)
     }
 
     fn enter_locked(self: &Arc<Self>, open: &mut Open, peer: Peer) -> Place {
@@ -218,7 +319,7 @@ impl Connections {
         let (number, presence) = (open.next, Presence::new());
         open.next += 1;
         open.members.insert(number, Member { peer, presence: presence.clone() });
-        Place { connections: self.clone(), number, worker, presence }
+        Place { connections: self.clone(), number, worker, peer, presence }
     }
 
     /// How many connections are open.
@@ -238,6 +339,11 @@ impl Place {
     /// The worker that is to serve the connection.
     pub fn worker(&self) -> usize {
         self.worker
+    }
+
+    /// Who is at the other end.
+    pub fn peer(&self) -> Peer {
+        self.peer
     }
 
     /// What the connection lets its server know.
@@ -260,13 +366,23 @@ impl Drop for Place {
 mod tests {
     use super::*;
 
-    const A: Peer = Peer::Process(1);
-    const B: Peer = Peer::Process(2);
+    const A: Peer = process(1);
+    const B: Peer = process(2);
+
+    const fn process(pid: i32) -> Peer {
+        Peer::Process { uid: 7, pid }
+    }
+
+    /// Lets in as many of `peer` as get in, `most` at most, each heard just now.
+    fn fill(connections: &Arc<Connections>, peer: Peer, most: usize) -> Vec<Place> {
+        std::iter::from_fn(|| connections.enter(peer)).take(most).collect()
+    }
 
     #[test]
     fn a_peer_is_a_process_or_a_host() {
         let (unix, _other) = std::os::unix::net::UnixStream::pair().unwrap();
-        assert_eq!(Peer::of(&unix), Peer::Process(std::process::id() as i32));
+        let uid = rustix::process::geteuid().as_raw();
+        assert_eq!(Peer::of(&unix), Peer::Process { uid, pid: std::process::id() as i32 });
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let tcp = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         assert_eq!(Peer::of(&tcp), Peer::Host([127, 0, 0, 1].into()));
@@ -279,7 +395,7 @@ mod tests {
         let places: Vec<_> = (0..3).map(|_| connections.enter(Peer::Unknown).unwrap()).collect();
         assert_eq!(places.iter().map(Place::worker).collect::<Vec<_>>(), [0, 1, 0]);
         assert!(connections.enter(Peer::Unknown).is_none());
-        let one_more = connections.enter_anyway();
+        let one_more = connections.enter_anyway(Peer::Unknown);
         assert_eq!((one_more.worker(), connections.count()), (1, 4));
         drop(places);
         assert_eq!(connections.enter(A).unwrap().worker(), 0);
@@ -295,7 +411,6 @@ mod tests {
         let connections = Connections::new("test", 4, 1);
         let greedy: Vec<_> = (0..4).map(|_| connections.enter(A).unwrap()).collect();
         let cut = || greedy.iter().map(|place| place.presence.is_cut()).collect::<Vec<_>>();
-        assert!(connections.enter(B).is_none(), "none is idle for long enough");
         greedy.iter().zip([5, 3, 4, 6]).for_each(|(place, heard)| was_idle(place, heard));
         assert!(connections.enter(A).is_none(), "not for itself");
         let one = connections.enter(B).unwrap();
@@ -310,16 +425,17 @@ mod tests {
     #[test]
     fn quiet_peers_with_one_connection_each_keep_it() {
         let connections = Connections::new("test", 3, 1);
-        let quiet: Vec<_> = (0..3).map(|pid| connections.enter(Peer::Process(pid)).unwrap()).collect();
+        let quiet: Vec<_> = (0..3).map(|pid| connections.enter(process(pid)).unwrap()).collect();
         quiet.iter().for_each(|place| was_idle(place, 0));
-        assert!(connections.enter(Peer::Process(9)).is_none());
+        assert!(connections.enter(process(9)).is_none());
         assert!(quiet.iter().all(|place| !place.presence.is_cut()));
     }
 
     #[test]
     fn a_connection_that_waits_for_an_answer_is_not_idle() {
-        let connections = Connections::new("test", 2, 1);
+        let connections = Connections::new("test", 3, 1);
         let greedy = [connections.enter(A).unwrap(), connections.enter(A).unwrap()];
+        let _others = [connections.enter(B).unwrap(), connections.enter(process(3)).unwrap()];
         greedy.iter().for_each(|place| {
             was_idle(place, 0);
             place.presence.begins();
@@ -328,6 +444,44 @@ mod tests {
         greedy[1].presence.ends();
         assert!(connections.enter(B).is_some());
         assert!(greedy[1].presence.is_cut() && !greedy[0].presence.is_cut());
+    }
+
+    #[test]
+    fn a_busy_peer_that_holds_all_places_keeps_no_other_out() {
+        let connections = Connections::new("test", 200, 1);
+        let hog = fill(&connections, A, 1000);
+        assert_eq!(hog.len(), 200);
+        // A client with many connections gets all it wants, at first from the reserve.
+        let client = fill(&connections, B, 16);
+        assert_eq!((client.len(), connections.count()), (16, 216));
+        assert!(hog.iter().all(|place| !place.presence.is_cut()), "the reserve is not used first");
+        let more: Vec<_> = (3..40).map(|pid| connections.enter(process(pid)).expect("it is kept out")).collect();
+        assert!(client.iter().chain(&more).all(|place| !place.presence.is_cut()), "who holds few loses one");
+        assert!(hog.iter().any(|place| place.presence.is_cut()));
+        assert!(connections.enter(A).is_none());
+    }
+
+    #[test]
+    fn a_user_with_many_processes_keeps_no_other_user_out() {
+        let connections = Connections::new("test", 40, 1);
+        // Two each, so that the reserve for processes goes to them.
+        let hogs: Vec<_> = (0..100).flat_map(|pid| fill(&connections, process(pid), 2)).collect();
+        assert!(hogs.len() > 40 && connections.enter(process(200)).is_none());
+        let other = Peer::Process { uid: 8, pid: 1 };
+        let host = |last: u16| Peer::Host(std::net::Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, last).into());
+        let _places = (connections.enter(other).unwrap(), connections.enter(host(1)).unwrap());
+        assert_eq!(host(1).owner(), host(2).owner());
+        assert!(hogs.iter().all(|place| !place.presence.is_cut()));
+    }
+
+    #[test]
+    fn the_reserve_is_for_whoever_holds_few() {
+        let connections = Connections::new("test", 4, 1);
+        let _greedy: Vec<_> = (0..4).map(|_| connections.enter_anyway(A)).collect();
+        assert!(connections.enter_reserve(A).is_none() && connections.enter_reserve(Peer::Unknown).is_none());
+        let _one = connections.enter_reserve(B).unwrap();
+        assert!(connections.enter_reserve(process(3)).is_none(), "it has one place");
+        assert_eq!((connections.greedy(B), connections.greedy(A)), (Some(A), None));
     }
 
     #[test]

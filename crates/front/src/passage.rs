@@ -18,6 +18,11 @@ pub trait Door: Send + Sync {
     /// Whether guests may use the disk by this way now.
     fn passage(&self) -> Passage;
 
+    /// True when a guest wants to use the disk by this way, and has not shared its memory.
+    fn lacks_memory(&self) -> bool {
+        false
+    }
+
     /// From now on no guest uses the disk by this way, because it is handed over to another host: requests wait. Not to be called on a worker.
     ///
     /// # Errors

@@ -34,6 +34,8 @@ pub struct OpenOptions {
     pub no_lock: bool,
     /// Write to an image although another one names it as its parent. A word to the opener of the `Files`, as `no_lock` is.
     pub write_parent: bool,
+    /// Write to the old image of a disk that was moved away. A word to the opener of the `Files`, too.
+    pub write_moved: bool,
     /// Refuse to write to an image whose refcounts may be wrong ([`is_dirty`](crate::formats::qcow2::is_dirty)), instead of making them anew.
     pub keeps_dirty: bool,
 }
@@ -50,6 +52,7 @@ impl Default for OpenOptions {
             no_parents: false,
             no_lock: false,
             write_parent: false,
+            write_moved: false,
             keeps_dirty: false,
         }
     }

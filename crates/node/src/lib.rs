@@ -40,4 +40,4 @@ pub use limit::{Delays, DiskLimits, Group, Limits};
 pub use node::{InFlight, Node};
 pub use shape::{Learned, Shape, Shaping};
 pub use stage::{Pending, Place, Stage};
-pub use trouble::{MakesRoom, News, OnError, Policy, Tell, Troubles, Waiting};
+pub use trouble::{MakesRoom, News, OnError, Policy, Tell, Troubles, Waited, Waiting};

@@ -5,6 +5,7 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::Poll;
 
+use spile_core::metrics::span::{Moment, go_on_from, stamp};
 use spile_core::metrics::{Meter, Op};
 use spile_core::{Disk, DiskInfo, Epoch, Error, ErrorKind, Extent, ExtentStatus, Io, Result};
 
@@ -279,7 +280,9 @@ impl<G: Disk> Node<G> {
             false => None,
         };
         if let Some(pending) = limit.as_ref().and_then(|limit| limit.stage().before(io)) {
+            stamp(Moment::HeldBack);
             unless_gone(pending, gone.as_mut()).await?;
+            go_on_from(Moment::DiskBegan);
             // Requests may be held back since: then it waits here, and not with its locks.
             self.limit_unless_gone(gone).await?;
         }
@@ -292,10 +295,20 @@ impl<G: Disk> Node<G> {
 
     /// The stage that holds a request back. While all requests are held back it waits, and a request whose client goes away ends.
     async fn limit_unless_gone(&self, mut gone: Pin<&mut impl Future<Output = ()>>) -> Result<Option<Arc<Attached>>> {
-        let mut limit = pin!(self.published().limit());
+        let (mut limit, mut waits) = (pin!(self.published().limit()), false);
         poll_fn(|cx| match limit.as_mut().poll(cx) {
-            Poll::Ready(limit) => Poll::Ready(Ok(limit)),
-            Poll::Pending => gone.as_mut().poll(cx).map(|()| Err(forsaken())),
+            Poll::Ready(limit) => {
+                if waits {
+                    go_on_from(Moment::DiskBegan);
+                }
+                Poll::Ready(Ok(limit))
+            }
+            Poll::Pending => {
+                if !std::mem::replace(&mut waits, true) {
+                    stamp(Moment::HeldBack);
+                }
+                gone.as_mut().poll(cx).map(|()| Err(forsaken()))
+            }
         })
         .await
     }

@@ -31,12 +31,14 @@ use std::fmt;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
 use std::str::FromStr;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use event_listener::Event;
 use spile_core::metrics::Op;
+use spile_core::metrics::span::{Moment, go_on_from, stamp};
 use spile_core::{Error, ErrorKind, Result, Timer};
 
 /// The first pause before a probe; each probe that fails doubles it.
@@ -132,6 +134,17 @@ pub struct Troubles {
     state: Mutex<State>,
     /// Something has changed for a request that waits.
     changed: Event,
+    waited: AtomicU64,
+    waited_ns: AtomicU64,
+}
+
+/// What was counted of requests that have waited for trouble to pass, since the disk was made. Those that wait now are not in it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Waited {
+    /// How many have waited.
+    pub requests: u64,
+    /// How long all of them have waited, in nanoseconds, tries in between included.
+    pub time_ns: u64,
 }
 
 struct State {
@@ -175,7 +188,8 @@ impl Troubles {
     /// A disk's policy. `tell` hears when requests begin and cease to wait.
     pub fn new(policy: Policy, timer: Arc<dyn Timer>, tell: Tell) -> Self {
         let state = State { policy, is_leaving: false, round: 0, has_probe: false, pause: FIRST_PAUSE, period: None };
-        Self { timer, tell, makes_room: None, state: Mutex::new(state), changed: Event::new() }
+        let [waited, waited_ns] = [0, 0].map(AtomicU64::new);
+        Self { timer, tell, makes_room: None, state: Mutex::new(state), changed: Event::new(), waited, waited_ns }
     }
 
     /// The same policy, for a disk for which somebody can make room. Whoever does that calls [`Troubles::try_again`] while it is still said to be
@@ -231,6 +245,11 @@ impl Troubles {
         self.lock().period.as_ref().map(|period| self.describe(period))
     }
 
+    /// What was counted of requests that have waited.
+    pub fn waited(&self) -> Waited {
+        Waited { requests: self.waited.load(Relaxed), time_ns: self.waited_ns.load(Relaxed) }
+    }
+
     fn describe(&self, period: &Period) -> Waiting {
         Waiting {
             requests: period.waiting,
@@ -283,7 +302,10 @@ impl Troubles {
         }
         let mut request = Patient::new(self, op, error, round);
         loop {
-            match request.next_step(gone.as_mut()).await {
+            stamp(Moment::Troubled);
+            let step = request.next_step(gone.as_mut()).await;
+            go_on_from(Moment::DiskBegan);
+            match step {
                 Step::Leave => return Err(request.leave()),
                 Step::Forget => return Err(forsaken()),
                 Step::Report => return Err(request.report()),
@@ -441,6 +463,9 @@ impl<'a> Patient<'a> {
 impl Drop for Patient<'_> {
     /// The request has ended: another one may have to be the probe, or nobody waits any more.
     fn drop(&mut self) {
+        self.troubles.waited.fetch_add(1, Relaxed);
+        let waited_ns = self.troubles.timer.now_ns().saturating_sub(self.began_ns);
+        self.troubles.waited_ns.fetch_add(waited_ns, Relaxed);
         let mut state = self.troubles.lock();
         if self.probe_at_ns.is_some() {
             state.has_probe = false;

@@ -9,12 +9,13 @@ use spile_core::{Error, ErrorKind, Files, Locator, Result, Store};
 use spile_engine::OsEnv;
 use spile_image::formats::qcow2::is_dirty;
 use spile_image::{Format, Graph, OpenOptions};
-use spile_life::motion::{Moved, take_back};
+use spile_life::motion::{Moved, refuse_old_image, take_back};
 use spile_node::{Limits, OnError, Policy};
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 
 use crate::grow::{self, GrowOptions};
 use crate::limits;
+use crate::serving::passages;
 use crate::tuned::ShapeChoice;
 use crate::units::parse_duration;
 use crate::{checkpoints, family, stamps};
@@ -191,10 +192,37 @@ pub async fn open(cache: CacheMode, source: &Locator, options: &OpenOptions) -> 
 /// closes them with the disk.
 ///
 /// # Errors
-/// As [`Graph::open`]; `Denied` for a parent.
+/// As [`Graph::open`]; `Denied` for a parent, for the old image of a disk that was moved, and for a disk that was handed over to another host.
 pub async fn open_keeping(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Graph<HostStore>> {
+    let disk = open_to_serve(cache, source, options).await?;
+    if !options.read_only && !options.write_moved {
+        passages::refuse_gone(&disk)?;
+    }
+    Ok(disk)
+}
+
+/// Refuses to write to the old image of a disk that was moved away. A link is followed.
+///
+/// # Errors
+/// As [`refuse_old_image`].
+pub async fn refuse_old_image_at(path: &Path) -> Result<()> {
+    match path.canonicalize() {
+        Ok(path) => refuse_old_image(&HostFiles::new(OsFiles::new(CacheMode::Page)), &path).await,
+        // What is not there is told by whoever opens it.
+        Err(_) => Ok(()),
+    }
+}
+
+/// As [`open_keeping`], for a server: guests of a disk that was handed over wait there until they may go on.
+///
+/// # Errors
+/// As [`open_keeping`].
+pub async fn open_to_serve(cache: CacheMode, source: &Locator, options: &OpenOptions) -> Result<Graph<HostStore>> {
     let files = HostFiles::new(OsFiles::new(cache).without_locks(options.no_lock));
     look_for_moved(&files, source, !options.read_only).await?;
+    if let (Locator::Path(path), false) = (source, options.read_only || options.write_moved) {
+        refuse_old_image_at(path).await?;
+    }
     let disk = open_unless_dirty(&files, source, options).await?;
     let layers = disk.layers();
     if let (Locator::Path(_), false) = (source, options.read_only || options.write_parent) {

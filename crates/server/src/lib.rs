@@ -4,7 +4,7 @@
 //! - [`xen`]: `spile xen-disk` and `spile xen-backend`: disks for Xen guests.
 //! - [`disks`] names and opens disks, [`parents`] says how children name their parents, [`family`] who is whose child, [`far_children`] notes those in other folders,
 //!   [`host`] says what a family of images is asked by,
-//!   [`revert`] has a disk go back, [`checkpoints`] notes what is changed in them, [`listen`] makes sockets, [`signals`] ends a process in order, [`panics`] ends one that has a
+//!   [`revert`] has a disk go back, [`checkpoints`] notes what is changed in them, [`listen`] makes sockets, [`socket_path`] reaches those with long paths, [`signals`] ends a process in order, [`panics`] ends one that has a
 //!   bug, [`receiving`] takes in disks that other hosts move here, [`process`] names other processes, [`host_device`] reads what the kernel
 //!   counts of the device below a disk, [`log`] writes what the libraries report.
 //!
@@ -36,6 +36,7 @@ pub mod receiving;
 pub mod revert;
 pub mod serving;
 pub mod signals;
+pub mod socket_path;
 pub mod stamps;
 pub mod tuned;
 pub mod units;

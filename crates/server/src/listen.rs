@@ -16,6 +16,7 @@ use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 
+use crate::socket_path::SocketPath;
 use crate::uri::{Address, NbdUri, TlsQuery};
 
 /// A socket that listens. A Unix socket that is to get a name does so from [`Bound::publish`] on, which makes the name.
@@ -98,9 +99,23 @@ impl Bound {
     /// As [`Bound::new`].
     pub fn after_asking(address: &Address, question: Vec<u8>) -> Result<Self> {
         match address {
-            Address::Unix(path) => bind_unix(path, question),
+            Address::Unix(path) => {
+                let path = std::path::absolute(path).map_err(|e| Error::io("listen", e)).at_path(path)?;
+                // Clients have to use it as it is.
+                SocketAddr::from_pathname(&path).map_err(|e| cannot_listen(e, &path))?;
+                bind_unix(path, question)
+            }
             Address::Tcp(host, port) => bind_tcp(host, *port, &question),
         }
+    }
+
+    /// As [`Bound::after_asking`], at a Unix socket on which only this program speaks: its path may be longer than the system takes ([`SocketPath`]).
+    ///
+    /// # Errors
+    /// As [`Bound::new`].
+    pub fn for_commands(path: &Path, question: Vec<u8>) -> Result<Self> {
+        let path = std::path::absolute(path).map_err(|e| Error::io("listen", e)).at_path(path)?;
+        bind_unix(path, question)
     }
 
     /// Says who may connect to a Unix socket that has no name yet.
@@ -212,20 +227,18 @@ fn is_tcp_alive(host: &str, port: u16, question: &[u8]) -> bool {
     }
 }
 
-fn bind_unix(path: &Path, question: Vec<u8>) -> Result<Bound> {
-    let path = std::path::absolute(path).map_err(|e| Error::io("listen", e)).at_path(path)?;
-    let failed = |e: std::io::Error| {
-        let is_too_long = e.kind() == IoKind::InvalidInput;
-        let error = Error::io("cannot listen on this socket", e).at_path(&path);
-        if is_too_long { error.hint("choose a shorter path") } else { error }
-    };
-    // The name that is bound below may be shorter than the name that clients have to use, so that name is checked first.
-    SocketAddr::from_pathname(&path).map_err(failed)?;
+fn cannot_listen(source: std::io::Error, path: &Path) -> Error {
+    let is_too_long = source.kind() == IoKind::InvalidInput;
+    let error = Error::io("cannot listen on this socket", source).at_path(path);
+    if is_too_long { error.hint("choose a shorter path") } else { error }
+}
+
+fn bind_unix(path: PathBuf, question: Vec<u8>) -> Result<Bound> {
     refuse_busy(&path, &question)?;
     let name = format!(".spile-{}-{}", std::process::id(), next_number());
     let temporary = path.with_file_name(name);
     let _ = fs::remove_file(&temporary);
-    let fd = bind_silently(&temporary).map_err(failed)?;
+    let fd = bind_silently(&temporary).map_err(|e| cannot_listen(e, &path))?;
     let pending = Some(PendingName { temporary, wanted: path.clone(), question });
     Ok(Bound { fd, address: Some(Address::Unix(path)), pending, is_taken_over: false })
 }
@@ -236,7 +249,8 @@ const BACKLOG: i32 = -1;
 /// A socket that is bound to `path` and does not listen: nobody can connect before it is said who may.
 fn bind_silently(path: &Path) -> std::io::Result<OwnedFd> {
     let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    rustix::net::bind(&fd, &SocketAddrUnix::new(path)?)?;
+    // This name may be longer than the one that the socket is to get.
+    rustix::net::bind(&fd, &SocketAddrUnix::new(SocketPath::of(path)?.path())?)?;
     Ok(fd)
 }
 
@@ -245,7 +259,8 @@ pub(crate) fn is_dead(path: &Path) -> bool {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let connect = || {
         let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-        rustix::net::connect(&fd, &SocketAddrUnix::new(path)?)
+        let reached = reach(path)?;
+        rustix::net::connect(&fd, &SocketAddrUnix::new(reached.path())?)
     };
     connect() == Err(Errno::CONNREFUSED)
 }
@@ -293,8 +308,13 @@ fn refuse_busy(path: &Path, question: &[u8]) -> Result<()> {
 fn connect(path: &Path) -> rustix::io::Result<UnixStream> {
     let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     set_socket_timeout(&fd, Timeout::Send, Some(ANSWER))?;
-    rustix::net::connect(&fd, &SocketAddrUnix::new(path)?)?;
+    let reached = reach(path)?;
+    rustix::net::connect(&fd, &SocketAddrUnix::new(reached.path())?)?;
     Ok(fd.into())
+}
+
+fn reach(path: &Path) -> rustix::io::Result<SocketPath> {
+    SocketPath::of(path).map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::NAMETOOLONG))
 }
 
 /// How long a socket that takes connections and answers nothing is given before it counts as that of a live server. The socket of
@@ -569,6 +589,22 @@ mod tests {
         });
         let bound = Bound::after_asking(&Address::Unix(path), b"ho?".to_vec());
         assert_eq!(bound.unwrap_err().kind(), ErrorKind::Busy);
+    }
+
+    /// The name under which a socket is bound first is longer than the shortest ones that it may get.
+    #[test]
+    fn a_path_that_just_fits_is_listened_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("x".repeat(107 - 3 - dir.path().as_os_str().len()));
+        fs::create_dir(&folder).unwrap();
+        let path = folder.join("s");
+        assert_eq!(path.as_os_str().len(), 106);
+        let (_fd, _published) = bound(&path).unwrap();
+        UnixStream::connect(&path).unwrap();
+        let longer = folder.join("socket");
+        assert!(bound(&longer).unwrap_err().to_string().contains("shorter path"), "no other program could connect");
+        let (_fd, _published) = Bound::for_commands(&longer, Vec::new()).unwrap().publish().unwrap();
+        UnixStream::from(connect(&longer).unwrap());
     }
 
     #[test]

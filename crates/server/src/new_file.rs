@@ -11,6 +11,11 @@ use rustix::io::Errno;
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 use spile_store::OsFiles;
 
+/// False where /proc is not mounted: then a file without a name can be opened by no path, and gets none.
+fn has_descriptor_paths() -> bool {
+    Path::new("/proc/self/fd").exists()
+}
+
 /// The new disk. Until it is published it has no name, where the file system can do that, and ends with the process. Elsewhere it
 /// has a temporary name in its folder, which is removed when this is dropped.
 pub struct HalfMade {
@@ -26,6 +31,9 @@ impl HalfMade {
     pub fn begin(dst: &Path) -> Result<Self> {
         let folder = folder_of(dst);
         let mode = Mode::from_raw_mode(0o666);
+        if !has_descriptor_paths() {
+            return Self::begin_with_name(folder).at_path(dst);
+        }
         match open(folder, OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, mode) {
             Ok(fd) => Ok(Self { file: fd.into(), temporary: None }),
             // A kernel or file system that has no files without a name says one of these.

@@ -5,6 +5,7 @@
 //! gone, nothing can be opened in that folder any more, whoever has the number by then.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags, open, openat};
@@ -13,13 +14,29 @@ use rustix::net::sockopt;
 use rustix::process::{
     Pid, PidfdFlags, Resource, Rlimit, Signal, getrlimit, kill_process, pidfd_open, pidfd_send_signal, setrlimit,
 };
-use spile_core::{Error, Result};
+use spile_core::{Error, ErrorKind, Result};
 
 /// Takes all the descriptors that the process is allowed: a guest of many queues needs a hundred, and twice that while it
 /// is handed over. Where that cannot be, fewer guests are served.
 pub fn raise_file_limit() {
     let maximum = getrlimit(Resource::Nofile).maximum;
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+}
+
+/// Refuses to serve where /proc is not mounted: which boot of the host this is tells whether notes of a server that was killed still count, and
+/// descriptors that others hand in are looked at there.
+///
+/// # Errors
+/// `Unsupported`.
+pub fn need_proc() -> Result<()> {
+    const NEEDED: [&str; 2] = ["/proc/self/fd", "/proc/sys/kernel/random/boot_id"];
+    match NEEDED.into_iter().find(|path| !Path::new(path).exists()) {
+        None => Ok(()),
+        Some(missing) => {
+            Err(Error::new(ErrorKind::Unsupported, format!("{missing} is not there, and a server needs it"))
+                .hint("mount /proc here: mount -t proc proc /proc"))
+        }
+    }
 }
 
 /// Another process.

@@ -148,7 +148,13 @@ impl FileStore {
         let inner = &self.inner;
         // By its descriptor, for its path may name another file by now.
         let name = format!("/proc/self/fd/{}", inner.cached.as_fd().as_raw_fd());
-        let file = open_at(Path::new(&name), mode, 0)?;
+        let file = open_at(Path::new(&name), mode, 0).map_err(|error| match Path::new("/proc/self/fd").exists() {
+            true => error,
+            false => {
+                Error::new(ErrorKind::Unsupported, "it cannot be opened again without /proc, which is not mounted here")
+                    .caused_by(error)
+            }
+        })?;
         let stat = file.metadata().map_err(|source| Error::io("stat", source))?;
         let file = RawFile::new(file.into());
         let path = Arc::new(PathCell::new(inner.path.get().to_owned()));

@@ -1,12 +1,15 @@
 //! A disk that moves between hosts: its guests wait while it is not here.
 
+use std::fs::File;
 use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
 use spile_core::ErrorKind;
-use spile_front_vhost::{Config, Passage, Server};
+use spile_engine::EngineKind;
+use spile_front_vhost::{Config, Pass, Passage, Server};
 
 use crate::common::engines::{on_each_engine, run_on_aio};
 use crate::common::guest::{FLUSH, Guest, OK, Options};
@@ -38,12 +41,13 @@ fn stop(guest: &Guest) -> u16 {
 fn next_server(
     rig: &Rig,
     guest: &mut Guest,
-    is_coming: bool,
+    passage: Passage,
+    pass: Pass,
 ) -> (Server<crate::common::disk::TestDisk>, Arc<AtomicBool>) {
     rig.server.stop();
     rig.server.wait_drained();
     let belongs_to_guest = Arc::<AtomicBool>::default();
-    let config = Config { is_coming, queues: 4, belongs_to_guest: belongs_to_guest.clone(), ..Config::default() };
+    let config = Config { passage, pass, queues: 4, belongs_to_guest: belongs_to_guest.clone(), ..Config::default() };
     let server = Server::new(rig.engine.clone(), rig.disk.clone(), config).unwrap();
     listen_again(&server, &rig.path());
     let options = guest.options;
@@ -59,9 +63,31 @@ fn start(guest: &Guest, base: u16) {
     guest.rings[0].kick();
 }
 
+const SECRET: [u64; 2] = [7, 9];
+
+/// A server of a disk that is to come. Its guests get the secret when they are let in.
+fn coming(kind: EngineKind) -> Rig {
+    rig_with(kind, |setup| {
+        setup.config.passage = Passage::Coming;
+        setup.config.pass = pass(SECRET);
+    })
+}
+
+fn pass(secret: [u64; 2]) -> Pass {
+    let pass = Pass::default();
+    pass.set(Some(secret));
+    pass
+}
+
+/// The trailer of the region of a guest, where all is what the guest writes.
+fn trailer(guest: &Guest) -> (File, u64) {
+    let (info, fd) = guest.inflight.as_ref().unwrap();
+    (File::from(fd.as_fd().try_clone_to_owned().unwrap()), info.len_bytes - 64)
+}
+
 on_each_engine! {
     fn a_guest_waits_for_a_disk_that_is_to_come(kind) {
-        let rig = rig_with(kind, |setup| setup.config.is_coming = true);
+        let rig = coming(kind);
         let mut guest = Guest::with(&rig.path(), options());
         assert_eq!(rig.server.passage(), Passage::Coming);
         assert_eq!(rig.server.shut().unwrap_err().kind(), ErrorKind::Busy);
@@ -69,11 +95,45 @@ on_each_engine! {
         waits_until(&mut guest, || rig.server.let_in());
         // The same words, for the server after one that was killed: the guest has used the disk here.
         let base = stop(&guest);
-        let (server, belongs_to_guest) = next_server(&rig, &mut guest, true);
+        let (server, belongs_to_guest) = next_server(&rig, &mut guest, Passage::Coming, pass(SECRET));
         start(&guest, base);
         guest.assert_works(0);
         assert_eq!(server.passage(), Passage::Open);
         assert!(belongs_to_guest.load(SeqCst), "others may still write to its disk");
+    }
+
+    fn a_region_that_lies_lets_nobody_in_to_a_disk_that_is_to_come(kind) {
+        let rig = coming(kind);
+        let mut guest = Guest::with(&rig.path(), options());
+        let base = stop(&guest);
+        let (region, at) = trailer(&guest);
+        // It was used, as far as it says, and its secret is that of another time.
+        region.write_all_at(&1u16.to_ne_bytes(), 8).unwrap();
+        region.write_all_at(&[3; 16], at + 16).unwrap();
+        let (server, belongs_to_guest) = next_server(&rig, &mut guest, Passage::Coming, pass(SECRET));
+        start(&guest, base);
+        assert!(!belongs_to_guest.load(SeqCst));
+        assert_eq!(server.passage(), Passage::Coming);
+        waits_until(&mut guest, || server.let_in());
+        let mut secret = [0; 16];
+        region.read_exact_at(&mut secret, at + 16).unwrap();
+        assert_eq!(secret[..8], SECRET[0].to_ne_bytes(), "the next server would not know the guest");
+    }
+
+    fn a_region_that_lies_closes_the_disk_to_nobody_else(kind) {
+        let rig = rig(kind);
+        let mut guest = Guest::with(&rig.path(), options());
+        guest.assert_works(0);
+        let base = stop(&guest);
+        let (region, at) = trailer(&guest);
+        region.write_all_at(&[1], at + 1).unwrap();
+        let (server, belongs_to_guest) = next_server(&rig, &mut guest, Passage::Open, Pass::default());
+        start(&guest, base);
+        assert_eq!(server.passage(), Passage::Open);
+        assert!(!belongs_to_guest.load(SeqCst), "clients would be cut off");
+        Guest::with(&rig.path(), options()).assert_works(0);
+        // It has closed the disk to itself, as a build before this one would have.
+        waits_until(&mut guest, || server.let_in());
     }
 
     fn a_disk_goes_only_without_its_guest_who_waits_then(kind) {
@@ -98,9 +158,9 @@ on_each_engine! {
         guest.assert_works(0);
         let base = stop(&guest);
         rig.server.shut().unwrap();
-        let (server, belongs_to_guest) = next_server(&rig, &mut guest, false);
+        // Its owner has noted it, whatever the guest keeps.
+        let (server, _) = next_server(&rig, &mut guest, Passage::Gone, Pass::default());
         start(&guest, base);
-        assert!(belongs_to_guest.load(SeqCst), "others may write to a disk that is gone");
         waits_until(&mut guest, || server.let_in());
     }
 

@@ -98,6 +98,50 @@ pub fn old_image(disk: &Path) -> PathBuf {
     disk.with_file_name(name)
 }
 
+/// The path of the disk whose old image is at `image`, if that has the name of one.
+pub fn disk_of_old_image(image: &Path) -> Option<PathBuf> {
+    let name = image.file_name()?.to_str()?;
+    let disk = match name.strip_suffix(".moved") {
+        Some(stem) => stem.to_owned(),
+        None => {
+            let (stem, extension) = name.rsplit_once('.')?;
+            format!("{}.{extension}", stem.strip_suffix(".moved")?)
+        }
+    };
+    (!disk.is_empty()).then(|| image.with_file_name(disk))
+}
+
+/// Refuses to write to the image at `image`, a whole path, where that is the old image of a disk that was moved away: it lacks what was written since.
+///
+/// # Errors
+/// `Denied` with the place that the disk was moved to, where that is known; the system's.
+pub async fn refuse_old_image<F: Files>(files: &F, image: &Path) -> Result<()> {
+    let Some(disk) = disk_of_old_image(image) else { return Ok(()) };
+    let moved = Moved::read(files, &disk).await?.filter(|moved| moved.image.file_name() == image.file_name());
+    let where_to = match &moved {
+        Some(moved) => format!(", which was moved to {}", moved.to),
+        // The disk is back by another image, and this one was left.
+        None if is_marked(files, &disk).await => String::new(),
+        None => return Ok(()),
+    };
+    let name = disk.display();
+    let what = format!("this is the old image of the disk {name}{where_to}: it lacks what was written since");
+    Err(Error::new(ErrorKind::Denied, what).at_path(image).hint(format!(
+        "serve the disk where it is now; `spile delete` removes this image; to give up what was written since and go back to it, rename it to {name}, \
+         or say --write-moved to `spile serve`"
+    )))
+}
+
+/// True when a note beside the path `disk` tells that a disk has gone from there, or come back.
+async fn is_marked<F: Files>(files: &F, disk: &Path) -> bool {
+    for note in [names::came(disk), names::left(disk), names::received(disk)] {
+        if !note::is_free(files, &note).await {
+            return true;
+        }
+    }
+    false
+}
+
 /// Moves the disk as `plan` says, and says in the job how it ended. The note beside the disk is there while it works.
 ///
 /// # Errors
@@ -508,6 +552,18 @@ async fn remove_name_of_old_image<F: Files>(files: &F, store: &F::Store, disk: &
 
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn an_old_image_leads_back_to_its_disk() {
+        use std::path::Path;
+        for disk in ["/vm/disk.vhd", "/vm/disk", "/vm/a.b.qcow2", "/vm/x.moved.raw"] {
+            let disk = Path::new(disk);
+            assert_eq!(super::disk_of_old_image(&super::old_image(disk)).as_deref(), Some(disk));
+        }
+        for other in ["/vm/disk.vhd", "/vm/moved.vhd", "/vm/.moved"] {
+            assert_eq!(super::disk_of_old_image(Path::new(other)), None, "{other}");
+        }
+    }
+
     use super::*;
 
     #[test]

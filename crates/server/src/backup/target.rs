@@ -82,6 +82,7 @@ async fn older(path: &Path) -> Result<Option<AnyStore>> {
             let older = opened?;
             let hint = "choose another place; or remove the child first, if it is of no use any more";
             family::refuse_lost_parent(path).await.map_err(|error| error.hint(hint))?;
+            disks::refuse_old_image_at(path).await?;
             Ok(Some(older))
         }
     }

@@ -455,7 +455,7 @@ impl House {
 /// What a client is told while another link writes to the disk. Only the message goes to the other host.
 fn is_used(peer: Peer) -> Error {
     let who = match peer {
-        Peer::Process(pid) => format!("process {pid} of the host where the disk is"),
+        Peer::Process { pid, .. } => format!("process {pid} of the host where the disk is"),
         Peer::Host(address) => format!("a process of the host {address}"),
         Peer::Unknown => "another process".to_owned(),
     };

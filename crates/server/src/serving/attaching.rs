@@ -23,6 +23,8 @@ use crate::uri::Address;
 /// A disk that a thread opens, to be served then.
 pub(super) struct Coming {
     name: String,
+    /// As the caller has given it.
+    text: String,
     spec: DiskSpec,
     /// The sockets that it is to have.
     addresses: Vec<(Role, Address)>,
@@ -78,9 +80,14 @@ impl Server {
     /// Serves the disk of this name, which a thread has opened, or not, and answers the caller. When it fails, nothing has changed.
     pub(super) fn end_attach(&mut self, name: &str) {
         let Some(at) = self.coming.iter().position(|(coming, _)| coming.name == name) else { return };
-        let (Coming { spec, addresses, thread, claim, .. }, call) = self.coming.remove(at);
+        let (Coming { text, spec, addresses, thread, claim, .. }, call) = self.coming.remove(at);
         match opened(thread) {
-            Ok(open) => self.serve_too(open, spec, addresses, claim, call),
+            Ok(open) => {
+                let name = open.name.clone();
+                if self.serve_too(open, spec, addresses, claim, call) {
+                    self.changes.attach(&name, &text);
+                }
+            }
             Err(error) => {
                 self.arrivals.leave(name);
                 drop(claim);
@@ -126,7 +133,7 @@ impl Server {
             opened
         });
         let thread = thread.map_err(|source| Error::io("start a thread to open a disk", source))?;
-        Ok(Coming { name, spec, addresses, thread, claim })
+        Ok(Coming { name, text: attach.disk.clone(), spec, addresses, thread, claim })
     }
 
     /// Refuses a name that a disk of this server has.
@@ -140,11 +147,19 @@ impl Server {
         self.detaching.iter().find(is_going).map_or(Ok(()), |gone| Err(is_being_detached(&gone.name)))
     }
 
-    /// Serves this disk, too, at these addresses. When that fails, it is closed, and then the caller is told.
-    fn serve_too(&mut self, open: Open, spec: DiskSpec, addresses: Vec<(Role, Address)>, claim: Claim, call: Call) {
+    /// Serves this disk, too, at these addresses, and returns true. When that fails, it is closed, and then the caller is told.
+    fn serve_too(
+        &mut self,
+        open: Open,
+        spec: DiskSpec,
+        addresses: Vec<(Role, Address)>,
+        claim: Claim,
+        call: Call,
+    ) -> bool {
         // Others may have come and gone while it was opened.
         if let Err(refused) = self.refuse_too(&open) {
-            return self.close_unused(open, Leaving::default(), claim, call, refused);
+            self.close_unused(open, Leaving::default(), claim, call, refused);
+            return false;
         }
         let names = open.names.clone();
         self.opening.add(spec);
@@ -157,7 +172,7 @@ impl Server {
                 let _ = self.exchange_nbd();
                 self.close_unused(open, servers, claim, call, why);
             }
-            return;
+            return false;
         }
         if let Some(open) = self.disks.last() {
             disks::begin(&self.engine, std::slice::from_ref(open), &self.sender);
@@ -166,6 +181,7 @@ impl Server {
         }
         drop(claim);
         call.answer(Ok(()));
+        true
     }
 
     /// Refuses a disk that is open now, and may not be served beside the others.

@@ -128,6 +128,9 @@ impl Server {
         if listens.is_err() {
             self.listening.truncate(before);
         }
+        let open: Vec<_> =
+            self.listening.iter().filter_map(|socket| socket.address.as_ref()).map(Address::to_string).collect();
+        self.changes.closed.retain(|closed| !open.contains(closed));
         listens
     }
 
@@ -219,6 +222,7 @@ impl Server {
         let servers = self.fronts.take_out(&names);
         self.listening.retain(|socket| !matches!(&socket.role, Role::Vhost(export) if names.contains(export)));
         self.opening.remove(name);
+        self.changes.detach(name);
         Ok((open, servers, (claim, held)))
     }
 
@@ -268,12 +272,14 @@ impl Server {
             return Err(Error::new(ErrorKind::NotFound, format!("this server does not listen on {address}")));
         };
         let socket = self.listening.remove(at);
+        self.changes.closed.push(address.to_owned());
         match socket.role.clone() {
             Role::Nbd => {
                 let exchanged = self.exchange_nbd();
                 if exchanged.is_err() {
                     // The server of before still hears it.
                     self.listening.insert(at, socket);
+                    self.changes.closed.retain(|other| other != address);
                 }
                 exchanged
             }

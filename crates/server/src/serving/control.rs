@@ -37,8 +37,10 @@ use super::limits::Kept;
 use super::pausing::PauseCall;
 use super::resizing::Resized;
 use super::reverting::RevertCall;
+use super::successor::Told;
 use super::trouble::KeptPolicy;
 use crate::process::Process;
+use crate::socket_path::SocketPath;
 
 /// The most descriptors beside one line (the kernel takes 253).
 pub const MAX_FDS: usize = 200;
@@ -83,6 +85,8 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "is_zero")]
         layout: u32,
     },
+    /// Tell what a successor goes on with. Older builds do not understand this.
+    Tell,
 }
 
 /// An answer of a server.
@@ -108,7 +112,15 @@ pub enum Answer {
         /// The policies for trouble. Older builds neither send nor read them.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         policies: Vec<KeptPolicy>,
+        /// The names of disks that were detached since the server began. Older builds neither send nor read them.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        detached: Vec<String>,
+        /// The addresses on which it listens no more. Older builds neither send nor read them.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        closed: Vec<String>,
     },
+    /// What a successor goes on with.
+    Told(Told),
     /// A takeover: the key of a listening socket, which is the line's descriptor.
     Socket(String),
     /// A takeover: a guest's connection to an export. Its descriptors come beside this line and the following ones.
@@ -156,7 +168,7 @@ impl Link {
     /// # Errors
     /// The system's.
     pub fn connect(path: &Path) -> Result<Option<Self>> {
-        match UnixStream::connect(path) {
+        match SocketPath::of(path).and_then(|reached| UnixStream::connect(reached.path())) {
             Ok(stream) => Self::new(stream).map(Some),
             Err(e) if matches!(e.kind(), std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused) => {
                 Ok(None)
@@ -334,9 +346,13 @@ pub struct LineRequest {
 impl LineRequest {
     /// Answers that the request is done, or why not; then others are let in again.
     pub fn answer(self, done: &Result<()>) {
-        let answer = done.as_ref().map_or_else(|error| Answer::Error(error.to_string()), |()| Answer::Done);
+        self.answer_with(&done.as_ref().map_or_else(|error| Answer::Error(error.to_string()), |()| Answer::Done));
+    }
+
+    /// Answers so; then others are let in again.
+    pub fn answer_with(self, answer: &Answer) {
         // A caller that has gone does not need the answer.
-        let _ = self.link.send(&answer, &[]);
+        let _ = self.link.send(answer, &[]);
         let _ = self.go_on.send(());
     }
 }

@@ -21,6 +21,7 @@ use super::growing::Growth;
 use super::identity::{Exported, Identity};
 use super::jobs::{self, DiskJob, DiskJobs};
 use super::limits::{self, Groups};
+use super::passages::Passages;
 use super::pausing::Pausing;
 use super::trouble;
 use crate::checkpoints::Checkpoints;
@@ -52,7 +53,9 @@ pub struct Open {
     pub pausing: Arc<Pausing>,
     /// Its own name on this server: what callers of the control API know it by.
     pub name: String,
-    /// No NBD client may choose it any more: it has come from another host, and is its guest's.
+    /// Whether it was handed over to another host, or has come from one.
+    pub passages: Arc<Passages>,
+    /// No NBD client may choose it any more: it has come from another host, and is its guest's, or it was handed over.
     pub withdrawn: Arc<AtomicBool>,
     /// A hand-over has done that: it is taken back when the disk stays here after all.
     pub withdrawn_to_go: Arc<AtomicBool>,
@@ -90,6 +93,7 @@ impl Open {
         self.layers = layers_of(graph);
         self.kind = disks::describe(graph);
         self.growth.watch(graph);
+        self.passages.follow(graph);
         self.identity = self.identity.clone().with_opened(graph);
     }
 
@@ -135,6 +139,8 @@ pub struct Opening {
     pub shape: Option<ShapeChoice>,
     /// Write to images although others name them as their parents.
     pub write_parent: bool,
+    /// Write to old images of disks that were moved away.
+    pub write_moved: bool,
     /// The groups in which disks share limits.
     pub groups: Arc<Groups>,
 }
@@ -154,6 +160,7 @@ impl Opening {
             grow: GrowOptions::default(),
             shape: None,
             write_parent: false,
+            write_moved: false,
             groups: Arc::default(),
         }
     }
@@ -201,6 +208,24 @@ impl Opening {
         self.specs.retain(|(spec, _)| spec.own_name() != name);
     }
 
+    /// The disk of this name, as it was given.
+    pub fn spec(&self, name: &str) -> Option<&DiskSpec> {
+        self.specs.iter().map(|(spec, _)| spec).find(|spec| spec.own_name() == name)
+    }
+
+    /// The exports of the disk of this name.
+    pub fn exports_of(&self, name: &str) -> Option<Vec<String>> {
+        self.specs.iter().find(|(spec, _)| spec.own_name() == name).map(|(_, exports)| exports.clone())
+    }
+
+    /// The path of the first disk, if it is a file or a device.
+    pub fn first_path(&self) -> Option<&std::path::Path> {
+        match &self.specs.first()?.0.source {
+            Locator::Path(path) => Some(path),
+            Locator::Nbd(_) | Locator::Null(_) | Locator::Mem(_) => None,
+        }
+    }
+
     /// What will be exported under `name`, as a part of its sockets' [`key`](super::fronts::key).
     ///
     /// # Errors
@@ -244,8 +269,8 @@ impl Opening {
                 let what = format!("{} is given twice: as {:?} and as {:?}", disk.label, other.name, spec.own_name());
                 return Err(Error::new(ErrorKind::Exists, what).hint("give it once, or say read-only for both"));
             }
-            let write_parent = self.write_parent || names.iter().any(|name| were_served.contains(name));
-            let open = self.open_one(engine, spec, names.clone(), &|file| holder(into, file), write_parent)?;
+            let was_served = names.iter().any(|name| were_served.contains(name));
+            let open = self.open_one(engine, spec, names.clone(), &|file| holder(into, file), was_served)?;
             into.push(open);
             Ok(())
         })
@@ -256,7 +281,7 @@ impl Opening {
     /// # Errors
     /// As [`Graph::open`].
     pub fn open_beside(&self, engine: &Engine, spec: &DiskSpec, served: &Served) -> Result<Open> {
-        self.open_one(engine, spec, vec![spec.own_name()], &|file| served.holder(file), self.write_parent)
+        self.open_one(engine, spec, vec![spec.own_name()], &|file| served.holder(file), false)
     }
 
     /// How an image is opened that is to be the parent of a disk.
@@ -277,12 +302,13 @@ impl Opening {
         spec: &DiskSpec,
         names: Vec<String>,
         holder: &dyn Fn(FileId) -> Option<String>,
-        write_parent: bool,
+        was_served: bool,
     ) -> Result<Open> {
         let options = OpenOptions {
             format: spec.format.or(self.format),
             read_only: spec.read_only,
-            write_parent,
+            write_parent: self.write_parent || was_served,
+            write_moved: self.write_moved || was_served,
             ..self.options_of_parents()
         };
         let (graph, checkpoints) = self.open_patiently(engine, spec, &options, holder)?;
@@ -312,8 +338,11 @@ impl Opening {
             troubles = troubles.with_room_maker(Box::new(move || makes_room.is_at_work()));
         }
         let checkpoints = Arc::new(checkpoints);
+        let passages = if spec.read_only { Arc::default() } else { Passages::of(&graph) };
+        let is_gone = passages.is_gone();
         Open {
             name: spec.own_name(),
+            passages,
             layers: layers_of(&graph),
             names,
             serial,
@@ -331,8 +360,8 @@ impl Opening {
             checkpoints,
             growth,
             pausing: Arc::default(),
-            withdrawn: Arc::default(),
-            withdrawn_to_go: Arc::default(),
+            withdrawn: Arc::new(AtomicBool::new(is_gone)),
+            withdrawn_to_go: Arc::new(AtomicBool::new(is_gone)),
             disk: Arc::new(
                 Node::with_buffers(graph, |len| spile_engine::pool().try_alloc(len).map(Into::into))
                     .with_troubles(troubles)
@@ -359,7 +388,7 @@ impl Opening {
         loop {
             let (access, source, options) = (self.access(), spec.source.clone(), options.clone());
             let open = move || async move {
-                let graph = disks::open_keeping(access.cache, &source, &options).await?;
+                let graph = disks::open_to_serve(access.cache, &source, &options).await?;
                 let checkpoints = Checkpoints::none(access);
                 checkpoints.open(&graph).await?;
                 Ok::<_, Error>((graph, checkpoints))

@@ -14,6 +14,7 @@ use spile_life::jobs::State;
 
 use super::disks::ServedDisk;
 use super::jobs::DiskJob;
+use super::passages::Passages;
 
 /// How long a disk may take to be handed over. Its guest waits meanwhile.
 pub const HAND_OVER_BOUND: Duration = Duration::from_secs(30);
@@ -29,13 +30,21 @@ pub struct Doors {
     pub withdrawn: Arc<AtomicBool>,
     /// A hand-over has done that: it is taken back when the disk stays here after all.
     pub withdrawn_to_go: Arc<AtomicBool>,
+    /// What the next server is to know.
+    pub passages: Arc<Passages>,
 }
 
 impl Doors {
     /// Whether guests may use the disk now.
     pub fn passage(&self) -> Passage {
         let shut = self.guests.iter().map(|guests| guests.passage()).find(|passage| *passage != Passage::Open);
-        shut.unwrap_or(Passage::Open)
+        let none = if self.passages.is_gone() { Passage::Gone } else { Passage::Open };
+        shut.unwrap_or(none)
+    }
+
+    /// True when a guest wants to use the disk, and has not shared its memory.
+    pub fn lacks_memory(&self) -> bool {
+        self.guests.iter().any(|guests| guests.lacks_memory())
     }
 
     fn has_clients(&self) -> bool {
@@ -57,11 +66,12 @@ impl Doors {
             let what = "an NBD client is connected to the disk here, and may write to it";
             return Err(Error::new(ErrorKind::Busy, what).hint("have it hang up first"));
         }
-        Ok(())
+        self.passages.note_gone().inspect_err(|_| self.stay())
     }
 
     /// The disk is not handed over: guests and clients go on.
     fn stay(&self) {
+        self.passages.note_here();
         self.show_again();
         let_all_in(&self.guests);
     }
@@ -70,6 +80,13 @@ impl Doors {
     fn show_again(&self) {
         if self.withdrawn_to_go.swap(false, Ordering::SeqCst) {
             self.withdrawn.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// What a guest that is let in may rely on is noted before that.
+    fn note_here(&self) {
+        if self.passage() != Passage::Open {
+            self.passages.note_here();
         }
     }
 
@@ -96,10 +113,15 @@ impl Doors {
                 let refused = self.refuse_clients().and_then(|()| if as_it_is { Ok(()) } else { self.refuse_half() });
                 refused.inspect_err(|_| self.withdrawn.store(false, Ordering::SeqCst))?;
             }
-            Passage::Gone | Passage::Open => self.show_again(),
+            Passage::Gone | Passage::Open => {}
         }
-        let mut shut = self.guests.iter().filter(|guests| guests.passage() != Passage::Open);
-        shut.try_for_each(|guests| guests.let_in())
+        let is_back = self.passage() != Passage::Coming;
+        self.note_here();
+        if is_back {
+            self.show_again();
+        }
+        // Also where the disk is open: a guest may wait for what an older build has told it.
+        self.guests.iter().try_for_each(|guests| guests.let_in())
     }
 
     fn refuse_clients(&self) -> Result<()> {

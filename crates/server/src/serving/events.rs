@@ -51,6 +51,8 @@ pub enum What {
     GoesOn(GoesOn),
     /// A sync of a file has failed: what was written before it may be lost, and flushes of its disks fail.
     SyncFailed(Said),
+    /// A guest wants to use a disk, and its memory is not shared with the server: it waits for ever.
+    MemoryNotShared(Said),
     /// A job has ended.
     JobEnded(JobEnded),
 }

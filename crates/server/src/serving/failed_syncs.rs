@@ -81,7 +81,7 @@ struct Doubt {
 }
 
 /// The folder of marks.
-struct Marks(PathBuf);
+pub(super) struct Marks(PathBuf);
 
 impl Marks {
     fn of_host() -> Result<Self> {
@@ -91,6 +91,11 @@ impl Marks {
     /// The folder of [`Doubt`]s.
     fn of_doubts() -> Result<Self> {
         Ok(Self(discovery::folder()?.join("unflushed")))
+    }
+
+    /// The folder of what is known of disks that move between hosts ([`super::passages`]).
+    pub(super) fn of_passages() -> Result<Self> {
+        Ok(Self(discovery::folder()?.join("passages")))
     }
 
     /// Which folder this is, and when something was last noted in it or removed: an answer before and after means that no sync has failed in between, and that no
@@ -113,7 +118,7 @@ impl Marks {
         }
     }
 
-    fn put(&self, key: &str, what: &impl Serialize) -> Result<()> {
+    pub(super) fn put(&self, key: &str, what: &impl Serialize) -> Result<()> {
         let (place, new) = (self.place(key), self.place(&format!("{key}.{}", std::process::id())));
         let text = serde_json::to_vec(what).map_err(|e| Error::io("write", e.into()))?;
         fs::create_dir_all(&self.0)
@@ -133,7 +138,7 @@ impl Marks {
         self.read(key).filter(|doubt: &Doubt| doubt.boot == boot())
     }
 
-    fn read<T: DeserializeOwned>(&self, key: &str) -> Option<T> {
+    pub(super) fn read<T: DeserializeOwned>(&self, key: &str) -> Option<T> {
         serde_json::from_slice(&fs::read(self.place(key)).ok()?).ok()
     }
 
@@ -143,7 +148,7 @@ impl Marks {
         self.find(&key, born).map(|failed| FailedSync { path: place(store), ..failed })
     }
 
-    fn remove(&self, key: &str) -> Result<()> {
+    pub(super) fn remove(&self, key: &str) -> Result<()> {
         match fs::remove_file(self.place(key)) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                 Err(Error::io("remove", error).at_path(&self.place(key)))
@@ -153,12 +158,12 @@ impl Marks {
     }
 }
 
-fn boot() -> String {
+pub(super) fn boot() -> String {
     OsEnv.boot_id().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// A store's key, and when it was made.
-type Known = (String, Option<(i64, u32)>);
+pub(super) type Known = (String, Option<(i64, u32)>);
 
 fn key_of_file(id: FileId) -> String {
     match id {
@@ -189,7 +194,7 @@ fn key_of(store: &AnyStore) -> Option<String> {
 }
 
 /// The key of a store, and when it was made.
-fn known(store: &AnyStore) -> Option<Known> {
+pub(super) fn known(store: &AnyStore) -> Option<Known> {
     let key = key_of(store)?;
     let born = match store {
         AnyStore::Nbd(_) => None,

@@ -6,20 +6,22 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use spile_core::{Disk, Error, ErrorKind, Result};
 use spile_engine::Engine;
-use spile_front::{Breakdown, Door, FrontReading};
+use spile_front::{Breakdown, Door, FrontReading, Passage};
 use spile_front_blkif::device::{Device, End as XenEnd};
 use spile_front_nbd::{Export, Server as NbdServer, ServerConfig as NbdConfig};
-use spile_front_vhost::{Config as VhostConfig, Handover, Server as VhostServer};
+use spile_front_vhost::{Config as VhostConfig, Handover, Server as VhostServer, Tell};
 
 use super::api::types::Export as ExportView;
 use super::api::view::{FrontName, ReadMeter, ReadSpans};
 use super::bitmaps;
 use super::disks::{Open, ServedDisk, find};
 use super::doors::Doors;
+use super::events::{self, Said, What};
 use super::failed_syncs;
 use crate::disks::split_commas;
 use crate::listen::{Bound, Published, SocketAccess};
@@ -195,19 +197,38 @@ struct Vhost {
 
 impl Vhost {
     fn new(engine: &Engine, open: &Open, export: &str, options: &Options) -> Result<Self> {
+        let passage = match options.incoming.iter().any(|incoming| incoming == export) {
+            true => Passage::Coming,
+            false if open.passages.is_gone() => Passage::Gone,
+            false => Passage::Open,
+        };
+        if passage == Passage::Coming && open.withdrawn_to_go.swap(false, Ordering::SeqCst) {
+            // It has gone from here before, and comes back: the other host writes to it.
+            open.withdrawn.store(false, Ordering::SeqCst);
+        }
         let config = VhostConfig {
+            passage,
+            pass: open.passages.pass(),
+            tell_not_shared: not_shared(&open.name),
             name: open.label.clone(),
             serial: open.serial.clone(),
             queues: options.queues,
             pins_memory: options.pins_memory,
             read_only: open.read_only,
-            is_coming: options.incoming.iter().any(|incoming| incoming == export),
             belongs_to_guest: open.withdrawn.clone(),
             ..VhostConfig::default()
         };
         let server = VhostServer::new(engine.clone(), open.disk.clone(), config)?;
         Ok(Self { export: export.to_owned(), server: Arc::new(server) })
     }
+}
+
+/// Tells whoever waits for events of the disk of this name that the memory of its guest is not shared.
+fn not_shared(disk: &str) -> Tell {
+    let disk = disk.to_owned();
+    Tell::new(move |message| {
+        events::tell(Some(&disk), What::MemoryNotShared(Said { message: message.to_owned() }));
+    })
 }
 
 /// An NBD server and the exports that it has.
@@ -471,7 +492,9 @@ impl Fronts {
             its_names.map(|name| (nbd.server.clone(), name.clone()))
         });
         let (withdrawn, withdrawn_to_go) = (open.withdrawn.clone(), open.withdrawn_to_go.clone());
-        Doors { guests, clients: clients.collect(), withdrawn, withdrawn_to_go }
+        // A Xen guest's back end has that in xenstore, where no guest writes.
+        let passages = if self.xen.is_some() { Arc::default() } else { open.passages.clone() };
+        Doors { guests, clients: clients.collect(), withdrawn, withdrawn_to_go, passages }
     }
 
     /// What is kept of the requests to a disk with these exports: by front and export.

@@ -130,6 +130,8 @@ impl Server {
             shapes: disks::shapes(&self.disks),
             limits: Kept::of(&self.disks, &self.opening.groups),
             policies: KeptPolicy::of(&self.disks),
+            detached: self.changes.detached.clone(),
+            closed: self.changes.closed.clone(),
         };
         if let Err(error) = self.close_disks() {
             // Data that a guest believes to be durable may be lost, so the guest must not go on as if nothing had happened.

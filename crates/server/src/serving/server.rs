@@ -26,7 +26,7 @@ use super::api::{Call, Context, Order, router};
 use super::attaching::{Arrivals, Coming, opened};
 use super::changes::Gone;
 use super::claims::Claims;
-use super::control::{Event, LineRequest, Request};
+use super::control::{Answer, Event, LineRequest, Request};
 use super::disks::{self, Open, Opening, find};
 use super::events;
 use super::failed_syncs::FailedSync;
@@ -35,13 +35,14 @@ use super::jobs::stop_within;
 use super::metrics::{self, Detail, Exporter, Source};
 use super::resizing::Caller;
 use super::sockets;
+use super::successor::Changes;
 use super::takeover::{self, Inheritance};
 use super::trouble::KeptPolicy;
 use crate::disks::DiskSpec;
 use crate::listen::Published;
 use crate::log::complain;
 use crate::notify::notify;
-use crate::process::raise_file_limit;
+use crate::process::{need_proc, raise_file_limit};
 use crate::signals::ServerSignals;
 use crate::uri::Address;
 
@@ -59,6 +60,8 @@ pub struct Server {
     /// The name of the control socket, where the command line names none.
     control_name: Option<String>,
     metrics_detail: Detail,
+    /// What has become of the command line since.
+    pub(super) changes: Changes,
     /// Who changes which disk's images.
     pub(super) claims: Claims,
     /// Threads that close disks which are served no more.
@@ -110,6 +113,7 @@ impl Server {
     /// # Errors
     /// When the workers cannot be started, or the options are not allowed.
     pub fn new(opening: Opening, options: Options, engine: Config) -> Result<Self> {
+        need_proc()?;
         raise_file_limit();
         events::begin();
         let engine = Engine::start(engine)?;
@@ -130,6 +134,7 @@ impl Server {
             calls,
             control_name,
             metrics_detail,
+            changes: Changes::default(),
             claims: Claims::default(),
             closings: Vec::new(),
             coming: Vec::new(),
@@ -446,6 +451,10 @@ impl Server {
             Request::Resize { export, size_bytes } => {
                 let name = find(&self.disks, &export).map(|open| open.name.clone());
                 self.begin_resize(name, size_bytes, Caller::Line(line));
+                return Ok(None);
+            }
+            Request::Tell => {
+                line.answer_with(&Answer::Told(self.told()));
                 return Ok(None);
             }
             Request::TakeOver { sockets, queues, disks, layout } => {

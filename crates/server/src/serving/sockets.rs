@@ -8,6 +8,7 @@ use super::api::discovery;
 use super::fronts::{self, Role, Socket};
 use super::takeover::Inheritance;
 use crate::listen::{self, Bound, SocketAccess};
+use crate::socket_path::short_name;
 use crate::uri::Address;
 
 /// The most control sockets of servers whose first disks have the same name.
@@ -38,7 +39,10 @@ impl Endpoint {
     /// # Errors
     /// `Busy` when another server answers there; the system's.
     pub fn bind(self, access: SocketAccess) -> Result<Socket> {
-        let bound = Bound::after_asking(&self.address, self.role.question())?;
+        let bound = match (&self.role, &self.address) {
+            (Role::Control, Address::Unix(path)) => Bound::for_commands(path, self.role.question())?,
+            _ => Bound::after_asking(&self.address, self.role.question())?,
+        };
         if self.role != Role::Control {
             bound.allow(access)?;
         }
@@ -67,11 +71,14 @@ pub fn control_by_name(name: &str) -> Option<Socket> {
 }
 
 /// Servers whose first disks have the same name get numbers: `NAME`, `NAME-2`, `NAME-3`. A disk's name may have slashes, and the file's has none:
-/// the socket is in this folder, where servers are looked for.
+/// the socket is in this folder, where servers are looked for. A name that is too long for a socket gets a shorter one: commands ask all sockets of the
+/// folder for a disk, whatever their names.
 fn first_free(folder: &Path, name: &str) -> Result<Socket> {
+    let folder = std::path::absolute(folder).map_err(|e| Error::io("find this folder's path", e))?;
     let (name, mut number) = (name.replace('/', "-"), 1);
     loop {
         let file = if number == 1 { name.clone() } else { format!("{name}-{number}") };
+        let file = short_name(&folder, &file, discovery::EXTENSION);
         let address = Address::Unix(folder.join(format!("{file}.{}", discovery::EXTENSION)));
         match Endpoint::new(Role::Control, None, &address).and_then(|endpoint| endpoint.bind(SocketAccess::default())) {
             Err(error) if error.kind() == ErrorKind::Busy && number < MAX_SAME_NAMES => number += 1,

@@ -29,6 +29,7 @@ use super::disks::{self as open_disks, Open};
 use super::fronts::{Listening, Role};
 use super::identity::{self, Exported};
 use super::limits::Kept;
+use super::successor::Told;
 use super::trouble::KeptPolicy;
 
 /// What users have told a server while it ran. A build that does not tell one of them has none of it.
@@ -40,6 +41,10 @@ pub struct Orders {
     pub limits: Kept,
     /// The policies for trouble.
     pub policies: Vec<KeptPolicy>,
+    /// The names of disks that were detached.
+    pub detached: Vec<String>,
+    /// Addresses on which it listens no more.
+    pub closed: Vec<String>,
 }
 
 /// What a server has that its successor goes on with.
@@ -101,6 +106,16 @@ impl Inheritance {
         }
     }
 
+    /// The keys of its sockets that nobody has taken.
+    pub fn keys(&self) -> impl Iterator<Item = &String> {
+        self.sockets.keys()
+    }
+
+    /// These exports are not gone on with: the old server does not have them any more.
+    pub fn forget(&mut self, exports: &[String]) {
+        self.asked.retain(|exported| !exports.contains(&exported.name));
+    }
+
     /// Takes the socket of this key.
     pub fn take_socket(&mut self, key: &str) -> Option<OwnedFd> {
         self.sockets.remove(key)
@@ -130,6 +145,19 @@ pub fn ask(control: &Path, sockets: Vec<String>, queues: u16, disks: Vec<Exporte
     Ok(given?.map(|given| Inheritance { asked: disks, ..given }))
 }
 
+/// What the server at `control` would go on with, if it is of a build that tells it.
+///
+/// # Errors
+/// When it cannot be asked.
+pub fn learn(control: &Path) -> Result<Option<Told>> {
+    let Some(mut link) = Link::connect(control)? else { return Ok(None) };
+    let _ = link.send(&Request::Tell, &[]);
+    match link.recv()? {
+        Some((Answer::Told(told), _)) => Ok(Some(told)),
+        _ => Ok(None),
+    }
+}
+
 fn ask_once(control: &Path, request: &Request) -> Result<Option<Inheritance>> {
     let Some(link) = Link::connect(control)? else { return Ok(None) };
     // A server that refuses to listen to us says so before it hangs up.
@@ -142,8 +170,10 @@ fn receive(mut link: Link) -> Result<Inheritance> {
     let mut orders = Orders::default();
     loop {
         match recv_slow(&mut link)? {
-            Some((Answer::Begin { layout, sizes: of_exports, shapes, limits, policies }, _)) if layout <= LAYOUT => {
-                (sizes, orders) = (of_exports, Orders { shapes, limits, policies });
+            Some((Answer::Begin { layout, sizes: of_exports, shapes, limits, policies, detached, closed }, _))
+                if layout <= LAYOUT =>
+            {
+                (sizes, orders) = (of_exports, Orders { shapes, limits, policies, detached, closed });
             }
             Some((Answer::Socket(key), fds)) => {
                 let fd = fds.into_iter().next().ok_or_else(missing)?;
@@ -259,8 +289,8 @@ pub fn give(
         return Err(Error::new(ErrorKind::Unsupported, what).hint("try again when nothing waits (`spile ls`)"));
     }
     if layout > 0 {
-        let Orders { shapes, limits, policies } = orders;
-        link.send(&Answer::Begin { layout: layout.min(LAYOUT), sizes, shapes, limits, policies }, &[])?;
+        let (layout, Orders { shapes, limits, policies, detached, closed }) = (layout.min(LAYOUT), orders);
+        link.send(&Answer::Begin { layout, sizes, shapes, limits, policies, detached, closed }, &[])?;
     }
     for socket in listening {
         link.send(&Answer::Socket(socket.key.clone()), &[socket.fd.as_fd()])?;

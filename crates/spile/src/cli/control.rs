@@ -204,7 +204,7 @@ pub fn ls(args: &LsArgs) -> Result<Exit> {
         let access = if disk.read_only { " (read-only)" } else { "" };
         let format = format!("{}{access}", disk.format);
         let size = format_size(disk.virtual_size_bytes);
-        let row = [&disk.name, &disk.state, &size, &format, &ways.join(", "), &disk.path];
+        let row = [&disk.name, &state_of(disk), &size, &format, &ways.join(", "), &disk.path];
         table.add_row(row.map(|text| printable(text)));
     }
     table.column_iter_mut().last().into_iter().for_each(|path| {
@@ -214,10 +214,19 @@ pub fn ls(args: &LsArgs) -> Result<Exit> {
     disks.iter().filter_map(is_paused).for_each(say);
     disks.iter().filter_map(goes_back).for_each(say);
     disks.iter().filter_map(waits_for).for_each(say);
+    disks.iter().filter_map(lacks_memory).for_each(say);
     for (disk, failed) in disks.iter().filter_map(|disk| Some((disk, disk.failed_sync.as_ref()?))) {
         say(format_args!("{}: every flush fails: {}", disk.name, failed.message));
     }
     Ok(Exit::Ok)
+}
+
+/// The disk's state, and whether requests of it wait for a limit now.
+fn state_of(disk: &Disk) -> String {
+    match disk.limits.waiting_requests {
+        0 => disk.state.clone(),
+        _ => format!("{}, limited", disk.state),
+    }
 }
 
 /// A line for a disk that is paused.
@@ -240,6 +249,12 @@ fn waits_for(disk: &Disk) -> Option<String> {
     let Waiting { requests, time_s, operation, error, .. } = disk.waiting.as_ref()?;
     let why = Failure { error: error.clone() }.into_error();
     Some(format!("{}: {requests} request(s) wait, since {time_s:.0} s, for a {operation} to succeed: {why}", disk.name))
+}
+
+/// A line for a disk whose guest does not share its memory.
+fn lacks_memory(disk: &Disk) -> Option<String> {
+    let what = "the memory of its guest is not shared, so the guest waits for ever: start it with share=on (QEMU), or <access mode='shared'/> (libvirt)";
+    (disk.state == "memory_not_shared").then(|| format!("{}: {what}", disk.name))
 }
 
 /// Lines about the room on the device of a disk.
@@ -290,6 +305,7 @@ pub fn show(args: &ShowArgs) -> Result<Exit> {
     is_paused(disk).into_iter().for_each(say);
     goes_back(disk).into_iter().for_each(say);
     waits_for(disk).into_iter().for_each(say);
+    lacks_memory(disk).into_iter().for_each(say);
     room_of(disk).into_iter().for_each(say);
     disk.failed_sync.iter().for_each(|failed| say(format_args!("every flush fails: {}", failed.message)));
     if !disk.checkpoints.is_empty() {

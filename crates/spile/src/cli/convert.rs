@@ -356,6 +356,7 @@ fn onto_path(work: Work, path: &Path) -> Result<Converted> {
         if !work.write_parent {
             family::refuse_lost_parent(&path).await?;
         }
+        disks::refuse_old_image_at(&path).await?;
         work.fill_new(&source, &path, beneath).await
     })
 }

@@ -131,7 +131,7 @@ fn text(what: &What) -> String {
             let failed = if on.reported > 0 { format!(", {} have failed", on.reported) } else { String::new() };
             format!("goes on: {} request(s) have waited, {:.1} s in all{failed}", on.requests, on.time_s)
         }
-        What::SyncFailed(said) => said.message.clone(),
+        What::SyncFailed(said) | What::MemoryNotShared(said) => said.message.clone(),
         What::JobEnded(job) => {
             let why = job.message.as_ref().map_or(String::new(), |message| format!(": {message}"));
             format!("the job {}, a {}, is {}{why}", job.id, job.kind, job.state)

@@ -340,7 +340,8 @@ pub fn delete(args: &DeleteArgs) -> Result<Exit> {
     refuse_served(&image)?;
     let at = file_at(&image)?;
     // Children are asked for below.
-    let options = OpenOptions { read_only: false, write_parent: true, ..args.parents.read_only(args.format) };
+    let options =
+        OpenOptions { read_only: false, write_parent: true, write_moved: true, ..args.parents.read_only(args.format) };
     let (disk, format, with_data_file) = (image, args.format, args.with_data_file);
     let Gone { path, data, freed_bytes, child, why } = on_engine(move || async move {
         let (host, path) = (Host::new(), whole_path(&disk).await?);

@@ -21,6 +21,7 @@ use crate::serving::fronts::{Options, VhostSpec};
 use crate::serving::metrics::Detail;
 use crate::serving::metrics::listen::parse_address;
 use crate::serving::serve::{self, ControlPlace, Settings};
+use crate::serving::successor::Changes;
 use crate::signals::ServerSignals;
 use crate::tuned::ShapeChoice;
 use crate::units::parse_duration;
@@ -91,16 +92,22 @@ pub struct ServeArgs {
     /// root]
     #[arg(long, value_name = "PATH|none")]
     control: Option<PathBuf>,
-    /// Take disks, sockets and guests over from the server that listens on the --control socket; start afresh if there is
-    /// none. It must be given the same disks (the same files and formats, whatever their paths are), and at least the
-    /// sockets and queues that that server has. NBD clients are cut off and have to connect again
-    #[arg(long, requires = "control")]
+    /// Take disks, sockets and guests over from the server that listens on the --control socket, which may be given by the server's name, or
+    /// else from the one of this host that has the first DISK; start afresh if there is none. It must be given the same disks (the same files and
+    /// formats, whatever their paths are), and at least the sockets and queues that that server was started with. What was attached to it, or
+    /// detached from it, since is taken over or left out. NBD clients are cut off and have to connect again
+    #[arg(long)]
     takeover: bool,
+    /// With --takeover: serve these disks on these sockets, and nothing else that the running server has. It refuses that where a disk or a
+    /// socket would be lost
+    #[arg(long, requires = "takeover")]
+    exactly: bool,
     /// Answer Prometheus at this TCP address, too: http://HOST:PORT/metrics. A port alone is of this host (127.0.0.1). Everybody who
-    /// reaches the address may read there, and nothing else can be asked. The control socket always answers /metrics
-    #[arg(long, value_name = "[HOST:]PORT", value_parser = parse_address)]
-    metrics: Vec<Address>,
-    /// How many series a disk has in /metrics: `disk` for at most 124 and one for each of its limits (5 more for a thin image on a device), `layer` for each front, image and store, `queue` for each
+    /// reaches the address may read there, and nothing else can be asked. The control socket always answers /metrics. `none`: nowhere [default:
+    /// nowhere; with --takeover, where the running server does]
+    #[arg(long, value_name = "[HOST:]PORT|none", value_parser = parse_metrics)]
+    metrics: Vec<MetricsPlace>,
+    /// How many series a disk has in /metrics: `disk` for at most 126 and one for each of its limits (5 more for a thin image on a device), `layer` for each front, image and store, `queue` for each
     /// queue as well
     #[arg(long, value_name = "disk|layer|queue", default_value_t)]
     metrics_detail: Detail,
@@ -135,6 +142,9 @@ pub struct ServeArgs {
     /// Write to a disk although another image in its folder names it as its parent. That image is of no use then
     #[arg(long)]
     write_parent: bool,
+    /// Write to the old image of a disk that was moved away, such as `disk.moved.vhd`. It lacks what was written since
+    #[arg(long)]
+    write_moved: bool,
     /// The server's certificate chain (PEM): clients may use TLS
     #[arg(long, value_name = "FILE", requires = "tls_key")]
     tls_cert: Option<PathBuf>,
@@ -155,6 +165,20 @@ pub struct ServeArgs {
     /// Hang up on clients that have not chosen an export after this long
     #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "10s")]
     handshake_timeout: Duration,
+}
+
+/// Where metrics are answered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum MetricsPlace {
+    Nowhere,
+    At(Address),
+}
+
+fn parse_metrics(text: &str) -> Result<MetricsPlace, String> {
+    match text {
+        "none" => Ok(MetricsPlace::Nowhere),
+        address => parse_address(address).map(MetricsPlace::At),
+    }
 }
 
 /// Runs `spile serve`.
@@ -184,6 +208,7 @@ fn settings(args: &ServeArgs) -> Result<Settings> {
     opening.policy = args.policy.policy();
     opening.grow = args.grow.options();
     opening.write_parent = args.write_parent;
+    opening.write_moved = args.write_moved;
     opening.shape = args.shape;
     args.group.iter().try_for_each(|group| opening.groups.declare(group))?;
     let incoming = args.vhost_user.iter().filter(|spec| spec.is_incoming);
@@ -200,11 +225,22 @@ fn settings(args: &ServeArgs) -> Result<Settings> {
         nbd: args.nbd.clone(),
         vhost_user: args.vhost_user.clone(),
         control,
-        metrics: args.metrics.clone(),
+        metrics: metrics(args),
+        keeps_metrics: args.metrics.is_empty(),
         metrics_detail: args.metrics_detail,
         name: args.disks.first().map(DiskSpec::own_name).unwrap_or_default(),
         takes_over: args.takeover,
+        is_exact: args.exactly,
+        changes: Changes::default(),
     })
+}
+
+fn metrics(args: &ServeArgs) -> Vec<Address> {
+    let at = |place: &MetricsPlace| match place {
+        MetricsPlace::Nowhere => None,
+        MetricsPlace::At(address) => Some(address.clone()),
+    };
+    args.metrics.iter().filter_map(at).collect()
 }
 
 fn control(args: &ServeArgs) -> ControlPlace {

@@ -120,6 +120,9 @@ struct DiskArgs {
     /// Write to a disk although another image in its folder names it as its parent. That image is of no use then
     #[arg(long)]
     write_parent: bool,
+    /// Write to the old image of a disk that was moved away, such as `disk.moved.vhd`. It lacks what was written since
+    #[arg(long)]
+    write_moved: bool,
 }
 
 impl DiskArgs {
@@ -143,6 +146,7 @@ impl DiskArgs {
         words.extend(self.grow.arguments());
         words.extend(self.parents.arguments());
         words.extend(self.write_parent.then(|| "--write-parent".into()));
+        words.extend(self.write_moved.then(|| "--write-moved".into()));
         words.extend(self.place.arguments());
         words
     }
@@ -209,6 +213,7 @@ pub fn run_disk(args: &XenDiskArgs) -> Result<Exit> {
     opening.grow = GrowOptions { leaves_others: true, ..disk.grow.options() };
     opening.shape = disk.shape;
     opening.write_parent = disk.write_parent;
+    opening.write_moved = disk.write_moved;
     let options = Options {
         place: disk.place.clone(),
         run_dir: disk.run_dir.clone(),

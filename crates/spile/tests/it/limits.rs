@@ -56,6 +56,27 @@ fn a_limit_holds_and_is_told() {
     assert!(served.terminate().success());
 }
 
+/// Not as a look-up in the image.
+#[test]
+fn the_wait_for_a_limit_is_a_phase_of_its_own() {
+    let (dir, served) = start(&["a.raw,iops=20,burst=10ms"]);
+    let dir = dir.path();
+    let client = Client::connect(&nbd(dir, "")).unwrap();
+    (0..10).for_each(|_| client.read(0, &mut [0; 4096]).unwrap());
+    let slow = json(dir, &["slow", "c", "--json"]);
+    let time = |name: &str| {
+        let phases = slow["answered"][0]["phases"].as_array().unwrap();
+        phases.iter().find(|phase| phase["name"] == name).unwrap()["time_us"].as_f64().unwrap()
+    };
+    assert!(time("limit") > 20_000.0 && time("map") < time("limit") / 2.0, "{slow}");
+    ok(dir, &["limit", "c", "--bps", "1"]);
+    let (mut waits, asked) = (raw_connection_to(&served.socket, ""), read_request(1, 4096));
+    waits.write_all(&asked).unwrap();
+    eventually("it waits", || waiting(dir, "a") == 1);
+    assert!(ok(dir, &["ls", "c"]).contains("running, limited"));
+    assert!(served.terminate().success());
+}
+
 #[test]
 fn a_change_lets_waiting_requests_go() {
     let (dir, served) = start(&["a.raw,bps=1", "b.raw"]);

@@ -448,6 +448,46 @@ fn a_successor_takes_over_a_disk_that_was_moved() {
 }
 
 #[test]
+fn the_old_image_of_a_disk_that_was_moved_is_written_only_when_told() {
+    for format in ["vhd", "raw", "qcow2"] {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        ["old", "new"].iter().for_each(|folder| fs::create_dir(dir.join(folder)).unwrap());
+        let [disk, new, old] = ["old/d.", "new/d.", "old/d.moved."].map(|path| format!("{path}{format}"));
+        ok(dir, &["create", &disk, "--size", "16M"]);
+        ok(dir, &["move", &disk, "--to", "new"]);
+        let says = "this is the old image of the disk";
+        let link = format!("old/link.{format}");
+        std::os::unix::fs::symlink(format!("d.moved.{format}"), dir.join(&link)).unwrap();
+        for path in [&old, &link] {
+            let said = try_serve(dir, &[path]).map(|_| ()).unwrap_err();
+            assert!(said.contains(says) && said.contains(&new), "{said}");
+        }
+        for command in [
+            &["resize", &old, "32M"][..],
+            &["snapshot", &old, "--name", "s"],
+            &["checkpoint", &old, "c"],
+            &["convert", &new, &old, "--onto", "--to", format],
+        ] {
+            let said = fails(dir, 1, command);
+            assert!(said.contains(says), "{command:?}: {said}");
+        }
+        // To read it, to be told, and to rename it back is allowed.
+        ok(dir, &["info", &old]);
+        assert!(try_serve(dir, &[&format!("{old},read-only")]).unwrap().terminate().success());
+        assert!(try_serve(dir, &[&old, "--write-moved"]).unwrap().terminate().success());
+        let served = serve(dir, &[&new]);
+        let said = fails(dir, 1, &["attach", "c", &format!("{old},name=old")]);
+        assert!(said.contains(says), "{said}");
+        assert!(served.terminate().success());
+        fs::rename(dir.join(&old), dir.join(&disk)).unwrap();
+        assert!(try_serve(dir, &[&disk]).unwrap().terminate().success());
+        fs::rename(dir.join(&disk), dir.join(&old)).unwrap();
+        ok(dir, &["delete", &old]);
+    }
+}
+
+#[test]
 fn what_cannot_be_moved_is_refused_and_stays() {
     let (dir, bytes) = world("motion-stays");
     let dir = dir.path();

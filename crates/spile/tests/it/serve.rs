@@ -259,3 +259,71 @@ fn a_request_that_fails_is_told_on_stderr() {
     served.child.stderr.take().unwrap().read_to_string(&mut err).unwrap();
     assert!(err.contains("spile: NBD request failed") && err.contains("d.raw"), "{err}");
 }
+
+/// A socket's path has 107 bytes at most, a file's name 255.
+#[test]
+fn a_disk_of_a_long_name_is_found_by_every_command() {
+    let dir = tempfile::tempdir().unwrap();
+    let disks = ["a", "b"].map(|last| format!("{}{last}.vhd", "n".repeat(200)));
+    let serve = |disk: &str, socket: &str, folder: &std::path::Path| {
+        let mut command = crate::common::spile();
+        command.args(["serve", disk, "--nbd", &format!("unix:{socket}")]).env("SPILE_RUN_DIR", folder);
+        Served::spawn(command.current_dir(dir.path()), dir.path().join(socket)).unwrap()
+    };
+    for folder in [dir.path().join("run"), dir.path().join("r".repeat(120))] {
+        let spile = |args: &[&str]| {
+            let mut command = crate::common::spile();
+            let out = command.args(args).env("SPILE_RUN_DIR", &folder).current_dir(dir.path()).output().unwrap();
+            assert!(out.status.success(), "{args:?}: {}", String::from_utf8_lossy(&out.stderr));
+            String::from_utf8(out.stdout).unwrap()
+        };
+        let served: Vec<_> = disks
+            .iter()
+            .zip(["x", "y"])
+            .map(|(disk, socket)| {
+                spile(&["create", disk, "--size", "4M"]);
+                serve(disk, socket, &folder)
+            })
+            .collect();
+        for disk in &disks {
+            spile(&["checkpoint", disk, "c0"]);
+            spile(&["snapshot", disk, "--name", &format!("s-{}", &disk[190..201])]);
+            spile(&["show", disk.strip_suffix(".vhd").unwrap()]);
+        }
+        assert!(served.into_iter().all(|served| served.terminate().success()));
+        std::fs::read_dir(dir.path()).unwrap().flatten().filter(|entry| entry.path().is_file()).for_each(|entry| {
+            std::fs::remove_file(entry.path()).unwrap();
+        });
+    }
+}
+
+/// In a chroot or a namespace without /proc.
+#[test]
+fn without_proc_disks_are_made_and_servers_say_what_they_need() {
+    let dir = tempfile::tempdir().unwrap();
+    let without = |args: &str| {
+        let script = format!("mount -t tmpfs none /proc && exec \"$0\" {args}");
+        let mut command = std::process::Command::new("unshare");
+        command.args(["-rm", "sh", "-c", &script, env!("CARGO_BIN_EXE_spile")]).current_dir(dir.path());
+        let out = command.env("SPILE_RUN_DIR", dir.path().join("run")).output().unwrap();
+        (out.status.success(), String::from_utf8_lossy(&[out.stdout, out.stderr].concat()).into_owned())
+    };
+    let tried = std::process::Command::new("unshare").args(["-rm", "mount", "-t", "tmpfs", "none", "/proc"]).output();
+    if !tried.is_ok_and(|out| out.status.success()) {
+        return println!("SKIP without /proc: this user may make no namespaces");
+    }
+    for args in [
+        "create a.vhd --size 8M",
+        "create b.qcow2 --size 8M",
+        "convert a.vhd c.raw",
+        "resize a.vhd 16M",
+        "snapshot a.vhd --name s",
+    ] {
+        let (is_done, said) = without(args);
+        assert!(is_done || said.contains("/proc"), "{args}: {said}");
+        assert!(is_done || !args.starts_with("c"), "{args}: {said}");
+    }
+    let (is_done, said) = without("serve a.vhd --nbd unix:n");
+    assert!(!is_done && said.contains("/proc/self/fd is not there, and a server needs it"), "{said}");
+    ok(dir.path(), &["check", "a.vhd"]);
+}

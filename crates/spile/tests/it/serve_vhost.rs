@@ -237,6 +237,34 @@ fn a_disk_that_was_handed_over_is_no_export_until_it_stays_here_after_all() {
     assert!(mirrored.here.terminate().success() && mirrored.there.terminate().success());
 }
 
+/// Nobody but the server itself remembers it: no guest was connected.
+#[test]
+fn the_server_after_one_that_was_killed_knows_that_the_disk_was_handed_over() {
+    let mirrored = Mirrored::begin();
+    let dir = mirrored.dir.path().to_owned();
+    eventually("the hand-over", || mirrored.hand_over().0);
+    mirrored.here.signal(Signal::SIGKILL);
+    // No command changes what a guest elsewhere goes on with.
+    for args in
+        [&["snapshot", "here.raw", "--name", "s"][..], &["resize", "here.raw", "2M"], &["checkpoint", "here.raw", "c"]]
+    {
+        let (is_done, said) = mirrored.spile(args);
+        assert!(!is_done && said.contains("was handed over to another host"), "{args:?}: {said}");
+    }
+    assert!(mirrored.spile(&["info", "here.raw"]).0);
+    let mut command = spile();
+    command.args(["serve", "here.raw", "--nbd", "unix:n2", "--vhost-user", "v2"]).current_dir(&dir);
+    command.env("SPILE_RUN_DIR", dir.join("run"));
+    let again = Served::spawn(&mut command, dir.join("n2")).unwrap();
+    let is_export = || Client::connect(&again.uri()).is_ok_and(|client| client.read(0, &mut [0; 512]).is_ok());
+    assert!(!is_export() && mirrored.spile(&["ls", "--json"]).1.contains("handed_over"));
+    assert!(mirrored.spile(&["resume", "here"]).0 && is_export());
+    again.kill();
+    // It stays here.
+    assert!(mirrored.spile(&["resize", "here.raw", "2M"]).0);
+    assert!(mirrored.there.terminate().success());
+}
+
 /// The host that copies has died: what it has left is no disk for a guest until somebody says so.
 #[test]
 fn a_copy_that_was_not_handed_over_is_no_disk_where_it_has_come() {

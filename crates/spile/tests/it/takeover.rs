@@ -373,3 +373,49 @@ fn a_tcp_port_goes_on_and_a_refused_successor_leaves_no_trace() {
     assert!(served.wait().success());
     assert_eq!(rest_of_stderr(&mut served), "");
 }
+
+/// The second server's command line is that of the first one, whatever was attached and detached meanwhile.
+#[test]
+fn a_successor_takes_over_what_the_running_server_has() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for disk in ["over-a.raw", "over-b.raw", "over-c.raw"] {
+        ok(dir, &["create", disk, "--size", "16M"]);
+    }
+    let metrics = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let start = |args: &[&str]| {
+        let mut command = crate::common::spile();
+        let words = ["serve", "over-a.raw", "over-b.raw", "--nbd", "unix:n", "--vhost-user", "v"];
+        command.args(words).args(args).current_dir(dir);
+        Served::spawn(&mut command, dir.join("n")).unwrap()
+    };
+    // A successor is there once the one before it has ended.
+    let succeed = |args: &[&str], mut old: Served| {
+        let next = start(&[&["--takeover"], args].concat());
+        assert!(old.wait().success());
+        next
+    };
+    let has = |disk: &str| {
+        let list = json(dir, &["ls", "--json"]);
+        list["disks"].as_array().unwrap().iter().any(|served| served["name"] == disk)
+    };
+    let first = start(&["--metrics", &metrics]);
+    ok(dir, &["attach", "over-a", "over-c.raw", "--vhost-user", "vc"]);
+    ok(dir, &["detach", "over-b"]);
+    let (_device, mut queue) = simple_guest(&dir.join("vc"));
+    queue.write(0, &[7; 512]).unwrap();
+    // Neither --control nor --metrics is said.
+    let second = succeed(&[], first);
+    assert!(has("over-a") && has("over-c") && !has("over-b"));
+    assert_eq!(queue.read(0, 512).unwrap(), [7; 512]);
+    assert!(std::net::TcpStream::connect(&metrics).is_ok(), "the metrics are gone");
+    let refused =
+        fails(dir, 1, &["serve", "over-a.raw", "--nbd", "unix:n", "--vhost-user", "v", "--takeover", "--exactly"]);
+    assert!(refused.contains("no such export"), "{refused}");
+    // By the server's name, and once more: the one after it has still the old command line.
+    let third = succeed(&["--control", "over-a", "--metrics", "none"], second);
+    assert!(has("over-a") && has("over-c") && !has("over-b"));
+    assert_eq!(queue.read(0, 512).unwrap(), [7; 512]);
+    assert!(std::net::TcpStream::connect(&metrics).is_err());
+    assert!(third.terminate().success());
+}

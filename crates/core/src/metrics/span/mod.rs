@@ -30,7 +30,8 @@ pub use spans::{Sink, Spans, Taken};
 
 use super::{Op, now_ns, turn_ns};
 
-/// A moment of a request, in the order in which they come.
+/// A moment of a request, in the order in which they come. A request that waits for a limit or for trouble to pass goes on from there as if the
+/// disk had just begun ([`go_on_from`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Moment {
@@ -38,12 +39,16 @@ pub enum Moment {
     Taken,
     /// The request has its memory, and its data if it writes: they were copied in, or are mapped.
     Loaded,
+    /// The request begins to wait for a limit, or for the end of a pause.
+    HeldBack,
     /// The disk begins.
     DiskBegan,
     /// An operation on a store for the request's data is submitted: it is known where the bytes lie.
     Submitted,
     /// The last operation that was in flight has completed.
     Completed,
+    /// The request has failed, and begins to wait for the trouble below the disk to pass.
+    Troubled,
     /// The disk is done.
     DiskEnded,
     /// The data are where the guest wants them: copied out, unmapped, or put together with others for the socket.
@@ -59,12 +64,14 @@ impl Moment {
     pub const COUNT: usize = Self::ALL.len();
 
     /// All moments, in their order.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 11] = [
         Self::Taken,
         Self::Loaded,
+        Self::HeldBack,
         Self::DiskBegan,
         Self::Submitted,
         Self::Completed,
+        Self::Troubled,
         Self::DiskEnded,
         Self::Stored,
         Self::Shown,
@@ -76,9 +83,11 @@ impl Moment {
         match self {
             Self::Taken => "taken",
             Self::Loaded => "loaded",
+            Self::HeldBack => "held_back",
             Self::DiskBegan => "disk_began",
             Self::Submitted => "submitted",
             Self::Completed => "completed",
+            Self::Troubled => "troubled",
             Self::DiskEnded => "disk_ended",
             Self::Stored => "stored",
             Self::Shown => "shown",
@@ -87,7 +96,7 @@ impl Moment {
     }
 }
 
-/// The time between one moment and the next.
+/// The time from one moment on, until another one comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Phase {
     /// Its name.
@@ -100,9 +109,11 @@ pub struct Phase {
 pub const PHASES: [Phase; Moment::COUNT - 1] = [
     Phase { name: "load", about: "data copied in, or pages mapped" },
     Phase { name: "queue", about: "waits for a slot of the front" },
+    Phase { name: "limit", about: "waits for a limit of the disk, its group or its job, or for the end of a pause" },
     Phase { name: "map", about: "finds where the bytes lie; waits for locks and for pieces of maps" },
     Phase { name: "store", about: "operations on stores for its data are in flight" },
     Phase { name: "commit", about: "between and after these: makes what was written the guest's" },
+    Phase { name: "trouble", about: "has failed, and waits for space, or for other trouble below the disk to pass" },
     Phase { name: "unload", about: "data copied out or unmapped, or put together for the socket" },
     Phase { name: "answer", about: "until the guest can see the answer" },
     Phase { name: "notify", about: "after the answer, until the guest is notified" },
@@ -250,7 +261,7 @@ impl Span {
     fn charge(&self, now: u64) {
         let charged = self.charged.load(Relaxed);
         if now > charged {
-            let phase = &self.phases[usize::from(self.phase.load(Relaxed)) % PHASES.len()];
+            let phase = &self.phases[usize::from(self.phase.load(Relaxed)).min(PHASES.len() - 1)];
             phase.store(phase.load(Relaxed) + (now - charged), Relaxed);
             self.charged.store(now, Relaxed);
             self.has_waited.store(true, Relaxed);
@@ -361,6 +372,7 @@ fn charge_exactly() {
 pub fn stamp(moment: Moment) {
     match moment {
         Moment::Loaded => probe!(spile, loaded, current_id()),
+        Moment::HeldBack => probe!(spile, held_back, current_id()),
         Moment::DiskBegan => probe!(spile, disk_began, current_id()),
         Moment::Submitted => {
             probe!(spile, submitted, current_id());
@@ -374,10 +386,17 @@ pub fn stamp(moment: Moment) {
                 return;
             }
         }
+        Moment::Troubled => probe!(spile, troubled, current_id()),
         Moment::DiskEnded => probe!(spile, disk_ended, current_id()),
         // The front says these to the span itself.
         Moment::Taken | Moment::Stored | Moment::Shown | Moment::Notified => return,
     }
+    enter(moment);
+}
+
+/// The request for which this thread works now has waited for long enough: from now on its time is that of `moment` again.
+#[inline(always)]
+pub fn go_on_from(moment: Moment) {
     enter(moment);
 }
 

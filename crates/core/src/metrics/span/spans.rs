@@ -184,7 +184,7 @@ impl Drop for Spans {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{ANSWER, stamp, start, with};
+    use super::super::{ANSWER, go_on_from, stamp, start, with};
     use super::*;
     use crate::metrics::{Op, begin_turn, now_ns, turn_ns};
 
@@ -230,7 +230,7 @@ mod tests {
         assert_eq!((kept.what, kept.failed, kept.store_operations), (WHAT, false, 2));
         let [t0, t1, t2, t3, _, _, t6, t7, t8, t9] = turns[..] else { panic!("{turns:?}") };
         assert_eq!(kept.taken_ns, t0);
-        assert_eq!(kept.phases_ns, [t1 - t0, t2 - t1, t3 - t2, t6 - t3, t7 - t6, t8 - t7, t9 - t8, 0]);
+        assert_eq!(kept.phases_ns, [t1 - t0, t2 - t1, 0, t3 - t2, t6 - t3, t7 - t6, 0, t8 - t7, t9 - t8, 0]);
         assert_eq!(kept.latency_ns(), t9 - t0);
     }
 
@@ -254,6 +254,29 @@ mod tests {
     }
 
     #[test]
+    fn waits_for_a_limit_and_for_trouble_are_phases_of_their_own() {
+        let log = Arc::<SpanLog>::default();
+        let mut spans = Spans::new(log.clone());
+        let t0 = turn();
+        let span = spans.begin(spans.taken(t0), WHAT).unwrap();
+        with(Some(span), || [Moment::DiskBegan, Moment::HeldBack].into_iter().for_each(stamp));
+        let t1 = turn();
+        with(Some(span), || {
+            go_on_from(Moment::DiskBegan);
+            [Moment::Submitted, Moment::Completed, Moment::Troubled].into_iter().for_each(stamp);
+        });
+        let t2 = turn();
+        with(Some(span), || go_on_from(Moment::DiskBegan));
+        let t3 = turn();
+        with(Some(span), || stamp(Moment::DiskEnded));
+        spans.answered(span, false);
+        spans.shown(t3);
+        spans.end();
+        let phases_ns = one(&log.slowest()).phases_ns;
+        assert_eq!(phases_ns, [0, 0, t1 - t0, t3 - t2, 0, 0, t2 - t1, 0, 0, 0]);
+    }
+
+    #[test]
     fn an_answer_may_come_while_the_front_still_works_for_its_request() {
         let log = Arc::<SpanLog>::default();
         let mut spans = Spans::new(log.clone());
@@ -270,7 +293,7 @@ mod tests {
         let mut taken = Vec::new();
         trace.take(|record| taken.push(record));
         let phases_ns = one(&taken).phases_ns;
-        assert!(phases_ns[5..7].iter().all(|phase_ns| *phase_ns > 50_000), "{phases_ns:?}");
+        assert!(phases_ns[7..9].iter().all(|phase_ns| *phase_ns > 50_000), "{phases_ns:?}");
     }
 
     #[test]
@@ -293,7 +316,7 @@ mod tests {
         assert_eq!(spans.own.len(), 1);
         let span = spans.begin(spans.taken(now_ns()), WHAT).unwrap();
         let begun = one(&log.in_flight());
-        assert_eq!((begun.store_operations, begun.phases_ns), (0, [0; 8]));
+        assert_eq!((begun.store_operations, begun.phases_ns), (0, [0; 10]));
         spans.leave(span);
         drop(spans);
         assert!(log.in_flight().is_empty());
@@ -319,7 +342,8 @@ mod tests {
             assert_eq!((record.what, record.store_operations), (WHAT, 2));
             assert!(record.taken_ns + 100_000_000 > begun_ns && record.taken_ns < now_ns() + 100_000_000);
             // Each of these has a sleep in it.
-            assert!(record.phases_ns[..7].iter().all(|phase_ns| *phase_ns > 50_000), "{record:?}");
+            let waited = |phase: usize| record.phases_ns[phase] > 50_000;
+            assert!((0..9).all(|phase| waited(phase) == ![2, 6].contains(&phase)), "{record:?}");
         }
         // The slowest ones are kept as well, traced or not.
         assert_eq!(log.slowest().len(), 6);

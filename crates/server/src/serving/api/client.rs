@@ -15,6 +15,7 @@ use tokio::net::UnixStream;
 use tokio::time::timeout;
 
 use super::types::Failure;
+use crate::socket_path::SocketPath;
 
 /// The longest answer in bytes.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
@@ -143,7 +144,8 @@ async fn begin(
 ) -> Result<(u16, Body)> {
     let hung_up =
         |e: hyper::Error| Error::new(ErrorKind::Protocol, "the server has hung up on the control socket").caused_by(e);
-    let stream = UnixStream::connect(socket).await.map_err(not_there)?;
+    let reached = SocketPath::of(socket).map_err(not_there)?;
+    let stream = UnixStream::connect(reached.path()).await.map_err(not_there)?;
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(hung_up)?;
     tokio::spawn(connection);

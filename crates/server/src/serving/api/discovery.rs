@@ -13,6 +13,7 @@ use spile_nbd_wire::uri::{Address, NbdUri};
 use super::client::{LOOK_PATIENCE, ask, runtime, typed, within};
 use super::types::{Disk, DiskList, Job, JobList};
 use crate::disks;
+use crate::socket_path::short_name;
 
 /// The extension of a control socket's file name.
 pub const EXTENSION: &str = "control";
@@ -264,7 +265,8 @@ pub fn find_server(text: &str) -> Result<PathBuf> {
     if is_socket(Path::new(text)) {
         return Ok(text.into());
     }
-    let named = folder()?.join(text).with_extension(EXTENSION);
+    let folder = folder()?;
+    let named = folder.join(format!("{}.{EXTENSION}", short_name(&folder, text, EXTENSION)));
     if is_socket(&named) { Ok(named) } else { find_disk(text).map(|(socket, _)| socket) }
 }
 

@@ -4,8 +4,8 @@
 //! A caller that begins with a capital letter speaks HTTP (`GET /…`). Everything else is a line of JSON, which a successor
 //! uses because it is given descriptors beside it ([`super::super::control`]).
 //!
-//! Only the server's user and root are let in. At most [`MAX_CONNECTIONS`] are open, and [`MAX_OF_A_PROCESS`] of one process, so
-//! that one caller cannot take all places; each connection takes one request, which has to come within seconds. An idle server's thread sleeps
+//! Only the server's user and root are let in. At most [`MAX_CONNECTIONS`] are open, and [`MAX_OF_A_PROCESS`] of one process, and [`RESERVED`] are for
+//! those that have none, so that a few callers cannot take all places; each connection takes one request, which has to come within seconds. An idle server's thread sleeps
 //! without a timer.
 //!
 //! From the moment a whole line was heard until it is answered, nobody is let in: when everything is given to a successor, the next
@@ -22,7 +22,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use rustix::net::{RecvFlags, recv, sockopt};
 use spile_core::{Error, ErrorKind, Result};
-use spile_front::Connections;
+use spile_front::{Connections, Peer};
 use tokio::io::Interest;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{mpsc as async_mpsc, oneshot};
@@ -35,6 +35,8 @@ use crate::serving::control::{Event, answer_line, refuse_line};
 const MAX_CONNECTIONS: usize = 64;
 /// The most connections of one process at a time.
 const MAX_OF_A_PROCESS: usize = 16;
+/// So many of all places are for processes that have no connection: a few processes together cannot take all.
+const RESERVED: usize = 16;
 /// The most callers at a time that are told why they are refused. Further ones are hung up on without a word.
 const MAX_REFUSED: usize = 16;
 /// How long a caller may take to say what it wants.
@@ -82,7 +84,9 @@ impl OpenConnections {
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let all: usize = open.iter().filter(|(process, _)| **process != REFUSED).map(|(_, count)| count).sum();
         let own = open.entry(process).or_default();
-        if all >= MAX_CONNECTIONS || *own >= MAX_OF_A_PROCESS {
+        let places = if *own == 0 { MAX_CONNECTIONS } else { MAX_CONNECTIONS - RESERVED };
+        if all >= places || *own >= MAX_OF_A_PROCESS {
+            open.retain(|_, own| *own > 0);
             return None;
         }
         *own += 1;
@@ -195,7 +199,7 @@ impl Door {
 
     /// One call by HTTP.
     async fn serve(&self, stream: UnixStream, refused: Option<Error>) {
-        let _counted = self.answering.calls.enter_anyway();
+        let _counted = self.answering.calls.enter_anyway(Peer::Unknown);
         let router = match refused {
             Some(error) => {
                 let error = Arc::new(error);
@@ -264,6 +268,15 @@ mod tests {
         assert_eq!(hostile.len() + 1 + more.len(), MAX_CONNECTIONS);
         drop((hostile, other, more));
         assert!(open.enter(7).is_some());
+    }
+
+    #[test]
+    fn a_few_processes_cannot_take_all_places() {
+        let open = OpenConnections::default();
+        let hostile: Vec<Counted> =
+            (1..=8).flat_map(|pid| std::iter::from_fn(|| open.enter(pid)).collect::<Vec<_>>()).collect();
+        assert!(hostile.len() < MAX_CONNECTIONS);
+        let _another = open.enter(99).expect("another process gets in");
     }
 
     #[test]

@@ -114,9 +114,11 @@ fn answered(front: &str, queue: u32, record: &Record, now: Now) -> SlowRequest {
 /// A request in flight: its last phase goes on.
 fn in_flight_for(front: &str, queue: u32, record: &Record, now: Now) -> SlowRequest {
     let latency_ns = now.ns - record.taken_ns;
-    let last = record.phase.min(PHASES.len() - 2);
+    let now_in = record.phase.min(PHASES.len() - 2);
     let mut phases_ns = record.phases_ns;
-    phases_ns[last] += latency_ns.saturating_sub(record.latency_ns());
+    phases_ns[now_in] += latency_ns.saturating_sub(record.latency_ns());
+    // One that has waited for trouble to pass is in an earlier phase again.
+    let last = phases_ns.iter().rposition(|time_ns| *time_ns > 0).map_or(now_in, |last| last.max(now_in));
     request(front, queue, record, now, latency_ns, phases(&phases_ns[..=last]))
 }
 
@@ -168,7 +170,7 @@ mod tests {
         let [in_flight, answered] = gathered.lists();
         assert_eq!((in_flight.len(), answered.len()), (1, 1));
         let names: Vec<_> = in_flight[0].phases.iter().map(|phase| phase.name.as_str()).collect();
-        assert_eq!(names, ["load", "queue", "map", "store"]);
+        assert_eq!(names, ["load", "queue", "limit", "map", "store"]);
         for request in [&in_flight[0], &answered[0]] {
             let sum_us: f64 = request.phases.iter().map(|phase| phase.time_us).sum();
             assert!((sum_us - request.latency_us).abs() < 0.01, "{request:?}");

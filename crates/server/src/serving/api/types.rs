@@ -41,7 +41,7 @@ pub struct Disk {
     pub read_only: bool,
     /// `running`; `paused` while all requests wait, because of `spile pause`; `reverting` while they wait for those in flight to end, because
     /// of `spile revert`; `waiting` while requests wait for trouble below the disk to pass; `sync_failed` when a sync has failed, and so every
-    /// flush fails; `incoming` and `handed_over` while guests by vhost-user or blkif wait, because the disk is not yet here, or at another
+    /// flush fails; `memory_not_shared` while a guest waits for ever, because its monitor does not share its memory; `incoming` and `handed_over` while guests by vhost-user or blkif wait, because the disk is not yet here, or at another
     /// host.
     #[serde(default)]
     pub state: String,
@@ -51,6 +51,12 @@ pub struct Disk {
     /// What the disk waits for, while it does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waiting: Option<Waiting>,
+    /// Requests that have waited for trouble below the disk to pass since the server began. Those that wait now are not in it.
+    #[serde(default)]
+    pub waited_requests: u64,
+    /// How long these have waited, all together, in seconds.
+    #[serde(default)]
+    pub waited_s: f64,
     /// The room on the block device below it, if its leaf is a thin image on one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub room: Option<Room>,

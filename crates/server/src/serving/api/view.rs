@@ -112,6 +112,7 @@ impl DiskView {
     fn summary(&self, server: &str) -> Disk {
         let troubles = self.disk.troubles();
         let waiting = troubles.and_then(Troubles::waiting);
+        let waited = troubles.map(Troubles::waited).unwrap_or_default();
         let failed_sync = self.disk.graph_now().and_then(|graph| failed_syncs::find(&graph));
         let policy = troubles.map(Troubles::policy).unwrap_or_default();
         let (layers, paused) = (self.layers(), self.pausing.now());
@@ -124,6 +125,7 @@ impl DiskView {
                 (None, Some(_), _) => "waiting",
                 (None, None, Some(_)) => "sync_failed",
                 (None, None, None) => match self.doors.passage() {
+                    Passage::Open if self.doors.lacks_memory() => "memory_not_shared",
                     Passage::Open => "running",
                     Passage::Coming => "incoming",
                     Passage::Gone => "handed_over",
@@ -133,6 +135,8 @@ impl DiskView {
             paused,
             failed_sync: failed_sync.as_ref().map(FailedSync::from),
             waiting: waiting.as_ref().map(Waiting::new),
+            waited_requests: waited.requests,
+            waited_s: waited.time_ns as f64 / 1e9,
             room: self.growth.show(),
             on_error: policy.on_error.to_string(),
             pause_at_most_s: policy.pause_at_most.map(|time| time.as_secs_f64()),

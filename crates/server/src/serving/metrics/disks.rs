@@ -150,6 +150,17 @@ fn state(families: &mut Families, disk: &Disk) {
     add("waiting_seconds", "How long the first of these requests has waited; 0 when none waits.", &labels, time_s);
     let has_failed = if disk.failed_sync.is_some() { 1.0 } else { 0.0 };
     add("sync_failed", "1 after a failed sync, until its loss is accepted: every flush fails.", &labels, has_failed);
+    let waited = [
+        (
+            "requests_waited_total",
+            "Requests that had to wait for trouble below the disk to pass.",
+            disk.waited_requests as f64,
+        ),
+        ("wait_seconds_total", "How long these have waited for it, all together.", disk.waited_s),
+    ];
+    for (name, help, value) in waited {
+        families.add(&format!("spile_disk_{name}"), help, &labels, Value::Counter(value));
+    }
     room(families, disk, &labels);
     limits(families, disk, &labels);
 }

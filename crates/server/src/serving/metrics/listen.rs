@@ -2,13 +2,14 @@
 //!
 //! Anybody may call there, so a call is cheap: one text of the series answers all that come within a second and want that format, and no caller gets
 //! more series than the operator allows. Connections are bounded in number, time and the size of their headers; each takes one request.
-//! Further callers wait in the kernel's queue. The thread has no timer while nobody calls.
+//! One host has half of the places at most. Its
+//! further callers wait, and those of others do not wait for them. The thread has no timer while nobody calls.
 
 use std::collections::HashMap;
-use std::net::TcpListener as StdListener;
+use std::net::{IpAddr, TcpListener as StdListener};
 use std::os::fd::OwnedFd;
 use std::str::FromStr;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use axum::Router;
@@ -33,6 +34,10 @@ use crate::uri::Address;
 
 /// The most connections at a time.
 const MAX_CONNECTIONS: usize = 64;
+/// The most connections of one host that are answered at a time; further ones wait.
+const MAX_AT_WORK: usize = MAX_CONNECTIONS / 2;
+/// The most connections of one host, those that wait included; further ones are hung up on.
+const MAX_OF_A_HOST: usize = 128;
 /// How long a caller may take to say what it wants.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// How long a call may take, its answer included.
@@ -154,20 +159,62 @@ fn router(answers: Answers) -> Router {
 }
 
 async fn accept(listener: TcpListener, router: Router) {
-    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let (places, hosts) = (Arc::new(Semaphore::new(MAX_CONNECTIONS)), Hosts::default());
     loop {
-        let Ok(place) = places.clone().acquire_owned().await else { return };
         match listener.accept().await {
-            Ok((stream, _)) => {
-                let router = router.clone();
+            Ok((stream, from)) => {
+                let Some(caller) = hosts.enter(from.ip().to_canonical()) else { continue };
+                let (router, places) = (router.clone(), places.clone());
                 tokio::spawn(async move {
+                    let _of_host = caller.places.acquire().await;
+                    let _place = places.acquire().await;
                     serve(stream, router, READER_PATIENCE).await;
-                    drop(place);
                 });
             }
             // Such as for want of descriptors, and then the next try fails as well.
             Err(_) => sleep(ACCEPT_REST).await,
         }
+    }
+}
+
+/// The hosts that have callers.
+#[derive(Clone, Default)]
+struct Hosts(Arc<std::sync::Mutex<HashMap<IpAddr, Host>>>);
+
+/// One host, and how many of its callers are answered or wait.
+struct Host {
+    places: Arc<Semaphore>,
+    callers: usize,
+}
+
+/// A caller that is answered or waits, counted until this is dropped.
+struct Caller {
+    hosts: Hosts,
+    host: IpAddr,
+    places: Arc<Semaphore>,
+}
+
+impl Hosts {
+    /// Counts one more caller of `host`; `None` when too many wait.
+    fn enter(&self, host: IpAddr) -> Option<Caller> {
+        let mut hosts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let of_host =
+            hosts.entry(host).or_insert_with(|| Host { places: Arc::new(Semaphore::new(MAX_AT_WORK)), callers: 0 });
+        if of_host.callers >= MAX_OF_A_HOST {
+            return None;
+        }
+        of_host.callers += 1;
+        Some(Caller { hosts: self.clone(), host, places: of_host.places.clone() })
+    }
+}
+
+impl Drop for Caller {
+    fn drop(&mut self) {
+        let mut hosts = self.hosts.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(host) = hosts.get_mut(&self.host) {
+            host.callers -= 1;
+        }
+        hosts.retain(|_, host| host.callers > 0);
     }
 }
 
@@ -232,6 +279,17 @@ mod tests {
             assert!(first.as_ptr() != text(Detail::Layer).await.unwrap().as_ptr());
         });
         engine.shutdown();
+    }
+
+    #[test]
+    fn one_host_cannot_take_all_places() {
+        let (hosts, hog, other) = (Hosts::default(), [1, 1, 1, 1].into(), [2, 2, 2, 2].into());
+        let callers: Vec<_> = std::iter::from_fn(|| hosts.enter(hog)).collect();
+        assert_eq!(callers.len(), MAX_OF_A_HOST);
+        assert_eq!(callers[0].places.available_permits(), MAX_CONNECTIONS / 2);
+        assert!(hosts.enter(other).is_some());
+        drop(callers);
+        assert!(hosts.enter(hog).is_some() && hosts.0.lock().unwrap().is_empty());
     }
 
     #[test]

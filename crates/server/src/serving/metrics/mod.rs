@@ -36,7 +36,7 @@ use families::{Families, Family};
 /// How many series a disk has, from few to many.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Detail {
-    /// The fronts of a disk together, with histograms of reads, writes and flushes: at most 124 series a disk, one for each of its limits, and five for a thin image on a device.
+    /// The fronts of a disk together, with histograms of reads, writes and flushes: at most 126 series a disk, one for each of its limits, and five for a thin image on a device.
     #[default]
     Disk,
     /// Each front, the disk, and each image and store below it, with histograms of all operations.

@@ -255,6 +255,8 @@ impl DiskRow {
             "paused" => "paused",
             "reverting" => "goes back",
             "sync_failed" => "sync failed",
+            "memory_not_shared" => "memory not shared",
+            _ if self.disk.limits.waiting_requests > 0 => "limited",
             _ => "",
         };
         [trouble, &self.why_none].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join(", ")

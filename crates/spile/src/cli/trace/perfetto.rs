@@ -146,7 +146,7 @@ mod tests {
             failed: false,
             store_operations: 1,
             taken_ns,
-            phases_ns: vec![10, 0, 20, 300, 40, 0, 60, 70],
+            phases_ns: vec![10, 0, 0, 20, 300, 40, 0, 0, 60, 70],
         }
     }
 

@@ -108,7 +108,7 @@ fn figures(
 mod tests {
     use super::*;
 
-    pub(super) fn request(operation: &str, phases_ns: [u64; 8]) -> TracedRequest {
+    pub(super) fn request(operation: &str, phases_ns: [u64; 10]) -> TracedRequest {
         TracedRequest {
             queue: 0,
             operation: operation.to_owned(),
@@ -123,14 +123,15 @@ mod tests {
 
     #[test]
     fn a_fifth_at_each_end_does_not_count_for_the_means() {
-        let mut requests: Vec<_> = (1..=8).map(|us| request("read", [1000, 0, 0, us * 1000, 0, 0, 0, 500])).collect();
-        requests.push(request("read", [1000, 0, 0, 0, 0, 0, 0, 500]));
-        requests.push(request("read", [1000, 0, 0, 9_000_000, 0, 0, 0, 500]));
-        requests.push(request("flush", [0; 8]));
+        let mut requests: Vec<_> =
+            (1..=8).map(|us| request("read", [1000, 0, 0, 0, us * 1000, 0, 0, 0, 0, 500])).collect();
+        requests.push(request("read", [1000, 0, 0, 0, 0, 0, 0, 0, 0, 500]));
+        requests.push(request("read", [1000, 0, 0, 0, 9_000_000, 0, 0, 0, 0, 500]));
+        requests.push(request("flush", [0; 10]));
         let [read, flush] = &of(&requests)[..] else { panic!("two kinds") };
         assert_eq!((read.requests, flush.requests, flush.latency.share_percent), (10, 1, None));
         // Of 0 to 8 and 9000 µs, the middle is 2 to 7.
-        let store = &read.phases[3];
+        let store = &read.phases[4];
         assert_eq!((store.name.as_str(), store.mean_us, store.p50_us, store.max_us), ("store", 4.5, 4.0, 9000.0));
         assert_eq!(read.latency.mean_us, 5.5);
         let sum_us: f64 = read.phases[..OF_LATENCY].iter().map(|phase| phase.mean_us).sum();
