@@ -8,6 +8,7 @@ mod check;
 mod checkpoint;
 mod coalesce;
 mod compare;
+mod complete;
 mod control;
 mod convert;
 mod copy;
@@ -44,6 +45,7 @@ mod served;
 mod shape;
 mod slow;
 mod snapshot;
+mod snapshots;
 mod space;
 mod stat;
 mod stream;
@@ -52,6 +54,7 @@ mod trace;
 mod tree;
 mod trouble;
 mod tune;
+mod waiting;
 mod xen_backend;
 mod xen_lab;
 mod xen_place;
@@ -99,7 +102,9 @@ enum Command {
     Compare(compare::CompareArgs),
     Measure(measure::MeasureArgs),
     Serve(Box<serve::ServeArgs>),
+    #[command(visible_alias = "list")]
     Ls(control::LsArgs),
+    #[command(visible_alias = "status")]
     Show(control::ShowArgs),
     Stat(stat::StatArgs),
     Top(top::TopArgs),
@@ -126,6 +131,7 @@ enum Command {
     Revert(revert::RevertArgs),
     Rebase(rebase::RebaseArgs),
     Amend(Box<amend::AmendArgs>),
+    #[command(visible_alias = "rm")]
     Delete(revert::DeleteArgs),
     InternalSnapshot(internal_snapshot::InternalSnapshotArgs),
     Checkpoint(checkpoint::CheckpointArgs),
@@ -153,6 +159,8 @@ enum Command {
     Demo(demo::DemoArgs),
     Schema(schema::SchemaArgs),
     Completions(docs::CompletionsArgs),
+    #[command(hide = true)]
+    CompleteNames(complete::CompleteNamesArgs),
     Man(docs::ManArgs),
 }
 
@@ -224,6 +232,7 @@ pub fn run() -> ExitCode {
         Command::Demo(args) => demo::run(args),
         Command::Schema(args) => schema::run(args),
         Command::Completions(args) => docs::completions(args),
+        Command::CompleteNames(args) => complete::run(args),
         Command::Man(args) => docs::man(args),
     };
     match result {
@@ -267,7 +276,7 @@ fn with_folder(error: Error) -> Error {
 #[derive(Debug, Args)]
 struct OpenArgs {
     /// The format, instead of what the extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     #[command(flatten)]
     read: ReadArgs,
