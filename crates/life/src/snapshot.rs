@@ -441,7 +441,9 @@ mod tests {
     #[test]
     fn a_snapshots_name_belongs_to_its_disk() {
         let disk = Path::new("/vm/a.vhd");
-        for (file, name) in [("a-daily.vhd", "daily"), ("daily.vhd", "daily"), ("b-daily.vhd", "b-daily"), ("a-.vhd", "a-")] {
+        for (file, name) in
+            [("a-daily.vhd", "daily"), ("daily.vhd", "daily"), ("b-daily.vhd", "b-daily"), ("a-.vhd", "a-")]
+        {
             assert_eq!(name_of(disk, &disk.with_file_name(file)), name, "{file}");
         }
         // One that an earlier version has made has the name, too.

@@ -300,9 +300,8 @@ fn listener_at(port: u16) -> Option<String> {
         inodes.iter().any(|inode| link.as_os_str() == &*format!("socket:[{inode}]"))
     };
     let mut processes = fs::read_dir("/proc").ok()?.flatten();
-    let process = processes.find(|process| {
-        fs::read_dir(process.path().join("fd")).is_ok_and(|links| links.flatten().any(is_it))
-    })?;
+    let process = processes
+        .find(|process| fs::read_dir(process.path().join("fd")).is_ok_and(|links| links.flatten().any(is_it)))?;
     let name = fs::read_to_string(process.path().join("comm")).ok()?;
     Some(format!("{} (process {})", name.trim(), process.file_name().to_string_lossy()))
 }
@@ -362,9 +361,7 @@ impl Patience {
                 || "nobody answers on this socket, which a server that was just killed may still have".to_owned(),
                 |who| format!("{who} listens on this port, and does not answer as a server of this kind"),
             );
-            tracing::warn!(
-                "{place}: {who}: waiting {patience_s} s for its end"
-            );
+            tracing::warn!("{place}: {who}: waiting {patience_s} s for its end");
         }
         std::thread::sleep(PAUSE);
         true

@@ -129,8 +129,16 @@ mod tests {
 
     #[test]
     fn rates_are_decimal_and_limits_are_told_as_they_were_asked() {
-        assert_eq!([0.4, 999.0, 52_400.0, 5_242_880.0, 2e9].map(format_rate), ["0 B/s", "999 B/s", "52.4 kB/s", "5.24 MB/s", "2.00 GB/s"]);
-        for (asked, told) in [("5M", "5M (5.24 MB/s)"), ("1.5M", "1536K (1.57 MB/s)"), ("50000000", "50000000 (50.0 MB/s)"), ("2G", "2G (2.15 GB/s)")] {
+        assert_eq!(
+            [0.4, 999.0, 52_400.0, 5_242_880.0, 2e9].map(format_rate),
+            ["0 B/s", "999 B/s", "52.4 kB/s", "5.24 MB/s", "2.00 GB/s"]
+        );
+        for (asked, told) in [
+            ("5M", "5M (5.24 MB/s)"),
+            ("1.5M", "1536K (1.57 MB/s)"),
+            ("50000000", "50000000 (50.0 MB/s)"),
+            ("2G", "2G (2.15 GB/s)"),
+        ] {
             assert_eq!(format_limit(parse_size(asked).unwrap()), told);
         }
         assert_eq!(format_limit(0), "0 (0 B/s)");

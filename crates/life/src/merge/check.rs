@@ -350,7 +350,10 @@ mod tests {
         // A snapshot of the disk: its name alone, or with the disk's in front.
         let paths = ["/vm/a.vhd", "/vm/a-daily.vhd", "/vm/daily-b.vhd"];
         let find = |name: &str| find_path(disk, paths.iter().map(Path::new), name).map_err(|error| error.kind());
-        assert_eq!((find("daily"), find("a-daily"), find("daily-b"), find("b")), (Ok(1), Ok(1), Ok(2), Err(ErrorKind::NotFound)));
+        assert_eq!(
+            (find("daily"), find("a-daily"), find("daily-b"), find("b")),
+            (Ok(1), Ok(1), Ok(2), Err(ErrorKind::NotFound))
+        );
     }
 
     #[test]

@@ -25,7 +25,9 @@ use super::convert::{ConvertArgs, Known, convert};
 use super::create::{check_new_name, refuse_missing_folder};
 use super::snapshot::find;
 use super::waiting::{Ended, LOOK_EVERY, WaitArgs, Waiting, Words};
-use super::{Exit, ParentArgs, ReadArgs, existing, format_of, on_engine, onto, parse_format, print_json, progress_bar, say};
+use super::{
+    Exit, ParentArgs, ReadArgs, existing, format_of, on_engine, onto, parse_format, print_json, progress_bar, say,
+};
 use crate::disks;
 use crate::log::complain;
 use crate::signals::EndSignals;
@@ -339,7 +341,7 @@ fn by_itself(args: &BackupArgs, pairs: Vec<Pair>) -> Result<Exit> {
     let (watched, stopped) = (jobs.clone(), jobs.clone());
     let told = Arc::new(OnceLock::new());
     let tell = told.clone();
-    signals.on_first(move |signal| {
+    signals.on_first_whole(move |signal| {
         let _ = tell.set(signal);
         stopped.iter().for_each(|job| job.job().cancel());
     });

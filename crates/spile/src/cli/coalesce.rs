@@ -158,7 +158,9 @@ const WORDS: Words = Words {
 fn what_is_left(job: &Job) -> String {
     match (job.kind.as_str(), &job.to) {
         ("move", Some(to)) if job.is_copy => format!("was stopped; the copy {to} is not whole, and of no use"),
-        ("move", Some(to)) => format!("was stopped; the disk is where it was, and its half-made copy {to} is of no use"),
+        ("move", Some(to)) => {
+            format!("was stopped; the disk is where it was, and its half-made copy {to} is of no use")
+        }
         _ => "was stopped; the disk holds what it held, and the same command goes on".to_owned(),
     }
 }
@@ -326,7 +328,7 @@ fn is_meant(left: &Plan, disk: &Path, new: &NewJob) -> bool {
 /// Shows how far `job` is until it is over: then the other end of `ending` goes. A signal has it stop at its next piece.
 fn watch(job: &Arc<DiskJob>, signals: EndSignals, ending: &Receiver<Arc<DiskJob>>) {
     let stopped = job.clone();
-    signals.on_first(move |_| stopped.job().stop());
+    signals.on_first_whole(move |_| stopped.job().stop());
     let bar = progress_bar(0, "moving");
     while matches!(ending.recv_timeout(LOOK_EVERY), Err(RecvTimeoutError::Timeout)) {
         let report = job.job().report();

@@ -39,9 +39,35 @@ enum Kind {
 
 /// Commands whose first words are disks, or the first one is; those that have aliases by their own name.
 const OF_DISKS: [&str; 29] = [
-    "show", "stat", "slow", "events", "trace", "attach", "detach", "resize", "coalesce", "flatten", "move", "job", "backup",
-    "snapshot", "clone", "revert", "delete", "checkpoint", "changed", "on-error", "shape", "limit", "pause", "resume",
-    "accept-loss", "ls", "info", "map", "tree",
+    "show",
+    "stat",
+    "slow",
+    "events",
+    "trace",
+    "attach",
+    "detach",
+    "resize",
+    "coalesce",
+    "flatten",
+    "move",
+    "job",
+    "backup",
+    "snapshot",
+    "clone",
+    "revert",
+    "delete",
+    "checkpoint",
+    "changed",
+    "on-error",
+    "shape",
+    "limit",
+    "pause",
+    "resume",
+    "accept-loss",
+    "ls",
+    "info",
+    "map",
+    "tree",
 ];
 /// Commands all of whose words are disks.
 const ALL_DISKS: [&str; 2] = ["snapshot", "backup"];
@@ -50,7 +76,9 @@ const ALL_DISKS: [&str; 2] = ["snapshot", "backup"];
 fn kinds(words: &[String]) -> Vec<Kind> {
     let Some((verb, words)) = words.get(1).zip(words.get(2..)) else { return Vec::new() };
     let command = help::command();
-    let Some(verb) = command.find_subcommand(verb).map(|command| command.get_name().to_owned()) else { return Vec::new() };
+    let Some(verb) = command.find_subcommand(verb).map(|command| command.get_name().to_owned()) else {
+        return Vec::new();
+    };
     let disk = words.first().filter(|word| !word.starts_with('-')).cloned();
     match (verb.as_str(), words.last().map(String::as_str), disk) {
         ("coalesce", Some("--layer"), Some(disk)) => vec![Kind::Snapshot(disk)],

@@ -150,7 +150,9 @@ impl NewSize {
     fn of(self, old: u64) -> Result<u64> {
         match self {
             Self::Of(size) => Ok(size),
-            Self::More(more) => old.checked_add(more).ok_or_else(|| Error::new(ErrorKind::InvalidInput, "no disk is that large")),
+            Self::More(more) => {
+                old.checked_add(more).ok_or_else(|| Error::new(ErrorKind::InvalidInput, "no disk is that large"))
+            }
         }
     }
 }

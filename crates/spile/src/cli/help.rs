@@ -251,8 +251,8 @@ pub const ENDINGS: &[Ending] = &[
             ),
         ],
         notes: &["\
-Until the disk is handed over, Ctrl-C and `spile job ID cancel` leave it where it
-is. With --background the command returns at once, and so it does with
+Until the disk is handed over, Ctrl-C and `spile job ID cancel` leave it where
+it is. With --background the command returns at once, and so it does with
 --mirror-only, whose copy ends only when `spile job ID finish` says so."],
     },
     Ending {

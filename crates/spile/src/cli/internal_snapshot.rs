@@ -22,7 +22,7 @@ use super::revert::file_at;
 use super::snapshot::find;
 use super::{Exit, ParentArgs, on_engine, parse_format, print_json, printable, say};
 use crate::disks;
-use crate::units::{format_size, format_age};
+use crate::units::{format_age, format_size};
 
 /// List, make, apply or delete snapshots inside a qcow2 image
 ///

@@ -23,8 +23,8 @@ pub(super) struct Of<'a> {
 }
 
 impl Of<'_> {
-    /// The image that `image` means: a path, or the name of a snapshot of this disk. What `by_name` finds by its file name alone counts only when it has an
-    /// image in common with the disk, since another disk of the folder may have a snapshot of that name.
+    /// The image that `image` means: a path, a whole file name, or the name of a snapshot of this disk. What `by_name` finds by a part of its file name counts only
+    /// when it has an image in common with the disk, since another disk of the folder may have a snapshot of that name.
     ///
     /// # Errors
     /// `NotFound`, with the snapshots that there are; `InvalidInput` when several images are called so.
@@ -37,8 +37,12 @@ impl Of<'_> {
         if found.symlink_metadata().is_err() {
             return Err(self.unknown(image));
         }
-        if is_name && !self.is_related(&found) {
-            let what = format!("{} has no snapshot of this name, and this image has nothing in common with it", self.disk.display());
+        let is_file_name = found.file_name() == Some(image.as_os_str());
+        if is_name && !is_file_name && !self.is_related(&found) {
+            let what = format!(
+                "{} has no snapshot of this name, and this image has nothing in common with it",
+                self.disk.display()
+            );
             let path = if found.parent() == Some(Path::new("")) { Path::new(".").join(&found) } else { found.clone() };
             let hint = format!("name it by a path, if it is meant all the same: {}", path.display());
             return Err(Error::new(ErrorKind::InvalidInput, what).at_path(&found).hint(hint));
@@ -71,8 +75,7 @@ impl Of<'_> {
 
     /// True when the disk lies in the user's folder.
     fn is_here(&self) -> bool {
-        let folder = self.disk.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
-        is_same_file(folder, Path::new("."))
+        is_same_file(folder_of(self.disk), Path::new("."))
     }
 
     /// True when `image` and the disk have an image in common, or nobody knows, because the image cannot be opened: whoever opens it next says why.
@@ -104,13 +107,12 @@ impl Of<'_> {
 
     /// The names of the disk's snapshots: of what is below it, the newest first, and then of files that are called so.
     pub fn names(&self) -> Vec<String> {
-        let name = |path: &Path| match path.parent() == self.disk.parent() {
+        let name = |path: &Path| match is_same_file(folder_of(path), folder_of(self.disk)) {
             true => name_of(self.disk, path),
             false => path.display().to_string(),
         };
         let mut names: Vec<_> = self.parents.iter().map(|path| name(path)).collect();
-        let folder = self.disk.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
-        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+        let entries = std::fs::read_dir(folder_of(self.disk)).into_iter().flatten().flatten().map(|entry| entry.path());
         let mut others: Vec<_> = entries
             .filter(|path| path.file_name().is_some_and(|file| file.to_string_lossy().starts_with(&self.prefix())))
             .filter(|path| path.extension() == self.disk.extension() && Format::from_extension(path).is_some())
@@ -121,6 +123,11 @@ impl Of<'_> {
         names.append(&mut others);
         names
     }
+}
+
+/// The folder of a path, which may be that of the process.
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."))
 }
 
 /// Adds an image that is there and was not found yet.

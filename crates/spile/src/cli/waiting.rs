@@ -93,7 +93,7 @@ impl Waiting {
     pub fn begin() -> Result<Self> {
         let shared = Arc::<Shared>::default();
         let told = shared.clone();
-        EndSignals::block()?.on_first(move |signal| told.hear(signal));
+        EndSignals::block()?.on_first_whole(move |signal| told.hear(signal));
         Ok(Self(shared))
     }
 
@@ -102,8 +102,7 @@ impl Waiting {
     /// # Errors
     /// That of the first job that has failed, when all are over; the server's when it does not answer.
     pub fn to_the_end(self, socket: &Path, jobs: Vec<Job>, words: &Words) -> Result<Ended> {
-        let ids = jobs.iter().map(|job| job.id.clone()).collect();
-        *self.0.begun.lock().unwrap_or_else(PoisonError::into_inner) = Some((socket.to_owned(), ids));
+        self.0.have_begun(socket, jobs.iter().map(|job| job.id.clone()).collect());
         let (mut done, mut failed, mut stopped) = (Vec::new(), None, None);
         for job in jobs {
             let job = self.0.wait_for(socket, job, words)?;
@@ -125,32 +124,30 @@ impl Waiting {
 }
 
 impl Shared {
-    /// Has the jobs stop. What has not begun yet may begin still, and nobody knows its name.
+    /// The server at `socket` has begun these jobs. A signal that came before was for them.
+    fn have_begun(&self, socket: &Path, jobs: Vec<String>) {
+        let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.told.get().is_some() {
+            stop(socket, &jobs);
+        }
+        *begun = Some((socket.to_owned(), jobs));
+    }
+
+    /// Has the jobs stop: at once, or as soon as they have begun.
     fn hear(&self, signal: Signal) {
-        let begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let Some((server, jobs)) = begun else {
-            complain("whether the job has begun is not known yet: `spile jobs` shows it");
-            std::process::exit(exit_code(signal));
-        };
-        if signal == Signal::SIGHUP {
-            jobs.iter().for_each(|id| {
+        let begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
+        let (server, jobs) = begun.clone().unwrap_or_default();
+        if signal != Signal::SIGHUP {
+            let _ = self.told.set((signal, Instant::now()));
+            return stop(&server, &jobs);
+        }
+        match &jobs[..] {
+            [] => complain("whether the job has begun is not known: `spile jobs` shows it"),
+            jobs => jobs.iter().for_each(|id| {
                 complain(format_args!("the job {id} goes on: `spile jobs` shows it, `spile job {id} cancel` ends it"));
-            });
-            std::process::exit(exit_code(signal));
+            }),
         }
-        let _ = self.told.set((signal, Instant::now()));
-        for id in jobs {
-            let body = json!({ "state": "cancelled" });
-            let told: Result<Value> =
-                call(&server, "PATCH", &format!("/v1/jobs/{id}"), Some(&body), LOOK_PATIENCE);
-            match told {
-                // One that is over needs not be told.
-                Err(error) if error.kind() != ErrorKind::InvalidInput => {
-                    complain(format_args!("the job {id} could not be told to stop: {error}"));
-                }
-                _ => {}
-            }
-        }
+        std::process::exit(exit_code(signal));
     }
 
     /// Shows how far a job of a server is until it is over, or was told to end and does not for some time.
@@ -172,6 +169,21 @@ impl Shared {
         }
         bar.finish_and_clear();
         Ok(job)
+    }
+}
+
+/// Tells jobs of the server at `socket` to stop.
+fn stop(socket: &Path, jobs: &[String]) {
+    for id in jobs {
+        let body = json!({ "state": "cancelled" });
+        let told: Result<Value> = call(socket, "PATCH", &format!("/v1/jobs/{id}"), Some(&body), LOOK_PATIENCE);
+        match told {
+            // One that is over needs not be told.
+            Err(error) if error.kind() != ErrorKind::InvalidInput => {
+                complain(format_args!("the job {id} could not be told to stop: {error}"));
+            }
+            _ => {}
+        }
     }
 }
 

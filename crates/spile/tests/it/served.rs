@@ -304,15 +304,15 @@ fn a_name_is_not_enough_while_a_server_does_not_say_which_disks_it_has() {
         Served::spawn(&mut command, dir.join(folder).join("n")).unwrap()
     };
     let (one, other) = (start("one"), start("other"));
-    assert!(fails(dir, 2, &["snapshot", "twice", "--name", "s"]).contains("several servers"));
+    assert!(fails(dir, 2, &["snapshot", "twice", "--name", "s.vhd"]).contains("several servers"));
     one.signal(nix::sys::signal::Signal::SIGSTOP);
-    for command in [&["snapshot", "twice", "--name", "s"][..], &["detach", "twice"], &["resize", "twice", "16M"]] {
+    for command in [&["snapshot", "twice", "--name", "s.vhd"][..], &["detach", "twice"], &["resize", "twice", "16M"]] {
         let said = fails(dir, 1, command);
         assert!(said.contains("is not known") && said.contains("other/twice.vhd"), "{command:?}: {said}");
     }
-    ok(dir, &["snapshot", "other/twice.vhd", "--name", "s"]);
+    ok(dir, &["snapshot", "other/twice.vhd", "--name", "s.vhd"]);
     one.signal(nix::sys::signal::Signal::SIGCONT);
     assert!(one.terminate().success());
-    ok(dir, &["snapshot", "twice", "--name", "t"]);
+    ok(dir, &["snapshot", "twice", "--name", "t.vhd"]);
     assert!(other.terminate().success());
 }
