@@ -82,8 +82,12 @@ pub fn format_rate(bytes_per_s: f64) -> String {
 pub fn format_limit(bytes_per_s: u64) -> String {
     const UNITS: [(&str, u32); 4] = [("T", 40), ("G", 30), ("M", 20), ("K", 10)];
     let unit = UNITS.iter().find(|(_, shift)| bytes_per_s > 0 && bytes_per_s % (1 << shift) == 0);
-    let asked = unit.map_or_else(|| bytes_per_s.to_string(), |(unit, shift)| format!("{}{unit}", bytes_per_s >> shift));
-    format!("{asked} ({})", format_rate(bytes_per_s as f64))
+    let rate = format_rate(bytes_per_s as f64);
+    match unit {
+        Some((unit, shift)) => format!("{}{unit} ({rate})", bytes_per_s >> shift),
+        None if bytes_per_s < 1_000 => rate,
+        None => format!("{bytes_per_s} ({rate})"),
+    }
 }
 
 #[cfg(test)]
@@ -141,7 +145,7 @@ mod tests {
         ] {
             assert_eq!(format_limit(parse_size(asked).unwrap()), told);
         }
-        assert_eq!(format_limit(0), "0 (0 B/s)");
+        assert_eq!([0, 1].map(format_limit), ["0 B/s", "1 B/s"]);
     }
 
     #[test]

@@ -240,7 +240,7 @@ fn a_word_that_names_a_disk_and_another_file_is_refused() {
         let output = run(dir, command);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!output.status.success() && said.contains("./boot-of-this-test.raw"), "{command:?}: {said}");
-        assert!(said.contains("--name boot-of-this-test.raw"), "{command:?}: {said}");
+        assert!(said.contains("--disk boot-of-this-test.raw"), "{command:?}: {said}");
     }
     assert_eq!([size("z/disk.raw"), size("boot-of-this-test.raw")], [MIB; 2]);
     ok(dir, &["resize", "./boot-of-this-test.raw", "2M"]);
