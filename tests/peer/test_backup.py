@@ -67,7 +67,7 @@ class Backups(PeerTest):
             for form, target in [("vpc", self.path(f"{disk_name}-1.vhd")), ("raw", self.path(f"{disk_name}-2.raw"))]:
                 self.wait_for_writes(writer, 20)
                 least = writer.writes
-                begun = spile_json("backup", disk, target, "--rate", "8M")
+                begun = spile_json("backup", disk, target, "--rate", "8M", "--background")
                 most = len(writer.issued)
                 # It is copied while the client goes on.
                 self.wait_for_writes(writer, 20)
@@ -165,7 +165,7 @@ class Backups(PeerTest):
             return time.monotonic() - began
 
         quiet = time_of_writes()
-        begun = spile_json("backup", disk, uri, "--rate", "4M")["jobs"][0]
+        begun = spile_json("backup", disk, uri, "--rate", "4M", "--background")["jobs"][0]
         self.wait_for("the backup does not begin", lambda: self.job(begun)["done_bytes"] > 0)
         target_server.send_signal(signal.SIGSTOP)
         hanging = time_of_writes()
@@ -192,7 +192,7 @@ class Backups(PeerTest):
         writer, end = self.writing(server, disk.read_bytes())
         self.wait_for_writes(writer, 20)
         least, manifest = writer.writes, self.path("manifest.json")
-        begun = spile_json("backup", disk, uri, "--manifest", manifest)["jobs"][0]
+        begun = spile_json("backup", disk, uri, "--manifest", manifest, "--background")["jobs"][0]
         most = len(writer.issued)
         self.wait_for("the backup does not end", lambda: self.job(begun)["state"] != "running")
         self.assertEqual(self.job(begun)["state"], "done", self.job(begun))

@@ -195,7 +195,7 @@ class Coalesce(PeerTest):
         need_module("nbd", "python3-libnbd")
         raw = self.chain(3)
         server = self.serve(self.image("disk"))
-        job = spile_json("coalesce", self.image("disk"), "--rate", str(256 * KIB))
+        job = spile_json("coalesce", self.image("disk"), "--rate", str(256 * KIB), "--background")
         spile("job", job["id"], "pause")
         listed = json.loads(spile("jobs", "--json").stdout)["jobs"]
         self.assertEqual([(one["id"], one["state"]) for one in listed], [(job["id"], "paused")])

@@ -53,7 +53,7 @@ class MirrorFaults(PeerTest):
 
     def begin(self, *options):
         self.client.start()
-        return spile_json("move", self.path("disk.vhd"), "--to", f"nbd+unix:///?socket={self.at}", *options)["id"]
+        return spile_json("move", self.path("disk.vhd"), "--to", f"nbd+unix:///?socket={self.at}", "--background", *options)["id"]
 
     def job(self, name):
         return next(job for job in json.loads(spile("jobs", "--json").stdout)["jobs"] if job["id"] == name)

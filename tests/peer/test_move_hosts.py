@@ -94,7 +94,7 @@ class MoveHosts(Certificates, PeerTest):
         client = threading.Thread(target=writer.work, args=[near.uri()])
         client.start()
         to = f"nbds://{FAR}:{PORT}/?tls-certificates={self.path('own')}&tls-hostname=localhost"
-        begun = spile_json("move", self.path("disk.vhd"), "--to", to, "--rate", "8M")
+        begun = spile_json("move", self.path("disk.vhd"), "--to", to, "--rate", "8M", "--background")
         for trouble in ("cut", "kill", "cut"):
             time.sleep(0.5)
             if trouble == "cut":
@@ -154,7 +154,7 @@ class MoveHosts(Certificates, PeerTest):
         self.client = threading.Thread(target=self.writer.work, args=[self.near_server.uri()])
         self.client.start()
         to = f"nbds://{FAR}:{PORT}/come.vhd?tls-certificates={self.path('own')}&tls-hostname=localhost"
-        return to, spile_json("move", self.path("disk.vhd"), "--to", to, *options)
+        return to, spile_json("move", self.path("disk.vhd"), "--to", to, "--background", *options)
 
     def stop_writing(self):
         self.writer.stops = True
@@ -208,7 +208,7 @@ class MoveHosts(Certificates, PeerTest):
         client.start()
         to = f"nbds://{FAR}:{PORT}/come.vhd?tls-certificates={self.path('own')}&tls-hostname=localhost"
         # Little of the parent is data.
-        begun = spile_json("move", self.path("disk.vhd"), "--to", to, "--chain", "keep", "--rate", "256K")
+        begun = spile_json("move", self.path("disk.vhd"), "--to", to, "--chain", "keep", "--rate", "256K", "--background")
         for trouble in ("cut", "kill", "cut"):
             time.sleep(0.5)
             self.link("down") if trouble == "cut" else far.kill()

@@ -131,7 +131,7 @@ class DataFiles(Qcow2):
                     spile(*words, allow, ok=False)
                     self.assertEqual((image.read_bytes(), data.read_bytes()), before)
                 server = self.serve(image, extra=(allow,))
-                spile("snapshot", image, "--name", "monday")
+                spile("snapshot", image, "--name", "monday.qcow2")
                 spile("clone", self.path("monday.qcow2"), self.path("clone.qcow2"), allow)
                 self.fill(server.uri(), 3, "raw", discards=False)
                 self.assertEqual(server.stop(), 0)

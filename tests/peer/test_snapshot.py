@@ -75,7 +75,7 @@ class Snapshots(PeerTest):
         least = writer.writes
         made = spile_json("snapshot", self.path("disk.vhd"), "--name", name)
         most = len(writer.issued)
-        self.assertEqual(made["snapshot_path"], str(self.path(f"{name}.vhd").resolve()))
+        self.assertEqual(made["snapshot_path"], str(self.path(f"disk-{name}.vhd").resolve()))
         self.assertNotIn("trouble", made)
         self.assertGreater(made["longest_stall_us"], 0)
         return name, least, most
@@ -101,7 +101,7 @@ class Snapshots(PeerTest):
             # The first command that writes to the disk waits for the lock of the process that was killed.
             spile("info", disk)
             for name, least, most in frozen:
-                content = self.read(self.path(f"{name}.vhd"))
+                content = self.read(self.path(f"disk-{name}.vhd"))
                 self.assertTrue(writer.find(content, least, most), f"{name} holds no moment of its making")
         self.assertEqual(self.read(disk), bytes(writer.content))
         layers = spile_json("info", "--chain", disk)["layers"]

@@ -88,6 +88,7 @@ fn serve<S: Store>(
     let export = Export {
         name: String::new(),
         description,
+        disk_name: "mem".to_owned(),
         disk,
         read_only,
         checkpoints: None,

@@ -26,6 +26,8 @@ pub struct Export<D> {
     pub name: String,
     /// A description for people; may be empty.
     pub description: String,
+    /// The disk's name in the log, where the export may have none.
+    pub disk_name: String,
     /// The disk. Its flush covers all connections.
     pub disk: Arc<D>,
     /// Refuse writes even if the disk would take them.
@@ -60,6 +62,7 @@ impl Default for ServerConfig {
 /// An export as the server keeps it.
 pub(crate) struct LiveExport<D> {
     pub(crate) name: String,
+    disk_name: String,
     pub(crate) read_only: bool,
     /// `None` once it is withdrawn.
     disk: Mutex<Option<Arc<D>>>,
@@ -149,7 +152,7 @@ impl<D: Disk> ServerState<D> {
     pub(crate) fn log_failure(&self, export: usize, request: &Request, error: &Error) {
         let failed = FailedRequest {
             front: FRONT,
-            disk: &self.exports[export].name,
+            disk: &self.exports[export].disk_name,
             command: &request.command,
             offset_bytes: Some(request.offset_bytes),
             len_bytes: request.len_bytes.into(),
@@ -307,9 +310,9 @@ impl<D: Disk> Drop for Server<D> {
 }
 
 fn live<D>(export: Export<D>) -> LiveExport<D> {
-    let Export { name, disk, read_only, checkpoints, kept, withdrawn, .. } = export;
+    let Export { name, disk_name, disk, read_only, checkpoints, kept, withdrawn, .. } = export;
     let (disk, checkpoints, is_left_whole) = (Mutex::new(Some(disk)), Mutex::new(checkpoints), AtomicBool::default());
-    LiveExport { name, read_only, disk, kept, checkpoints, withdrawn, is_left_whole }
+    LiveExport { name, disk_name, read_only, disk, kept, checkpoints, withdrawn, is_left_whole }
 }
 
 fn offer<D: Disk>(export: &Export<D>) -> Result<Offer> {

@@ -47,13 +47,14 @@ impl Plan {
     /// said; `allowed` are the folders that parents may lie in besides the disk's own, canonical.
     ///
     /// # Errors
-    /// `InvalidInput` for a name that is none; `Unsupported` for a disk that is no file, for one whose path would belie the format of its
+    /// `InvalidInput` for a name that is none; `Exists` for one that a snapshot of the disk has; `Unsupported` for a disk that is no file, for one whose path would belie the format of its
     /// new leaf, and for a chain that would be too long; `Denied` when the new leaf could not be opened with its parents.
     pub fn new(layers: &[LayerInfo], given: Option<Format>, name: &str, allowed: &[PathBuf]) -> Result<Self> {
         let Some(leaf) = layers.first().filter(|leaf| leaf.path.is_absolute()) else {
             return Err(Error::new(ErrorKind::Unsupported, "only a disk in a file can have snapshots"));
         };
         let snapshot = snapshot_path(&leaf.path, name)?;
+        refuse_taken(layers, &snapshot)?;
         let format = child_format(leaf.format);
         check_extension(&leaf.path, given, format).map_err(|error| match fits(format, leaf.virtual_bytes) {
             true => error,
@@ -99,7 +100,7 @@ impl<S: Store> Made<S> {
     }
 }
 
-/// The path of the snapshot `name`: beside the disk, with the disk's extension.
+/// The path of the disk's snapshot `name`: beside the disk, as [`file_name`] says.
 ///
 /// # Errors
 /// `InvalidInput` for what is no name of a file, and for one that begins with a dot.
@@ -115,17 +116,45 @@ pub fn snapshot_path(disk: &Path, name: &str) -> Result<PathBuf> {
     if name.starts_with('.') {
         return bad("files whose names begin with a dot are hidden");
     }
-    let extension = disk.extension().and_then(|extension| extension.to_str()).map(|extension| format!(".{extension}"));
-    let file = match extension {
-        Some(extension) if !name.ends_with(&extension) => format!("{name}{extension}"),
-        _ => name.to_owned(),
-    };
-    let path = disk.with_file_name(file);
     // Files that tell of it lie beside it, under longer names.
-    if !names::fits_a_disk(&path) {
-        return bad("it is too long");
+    let paths = file_names(disk, name).map(|file| disk.with_file_name(file));
+    paths.into_iter().find(|path| names::fits_a_disk(path)).map_or_else(|| bad("it is too long"), Ok)
+}
+
+/// The names that the file of the disk's snapshot `name` may have: the first of them that is short enough is that of a new one. Names of snapshots
+/// belong to their disk, and other disks may lie in its folder, so the file's name says both: `DISK-NAME` with the disk's extension. The last one is what earlier
+/// versions called it, and what a file is called whose name would be too long. A `name` that has the disk's extension, or begins with the disk's own
+/// name, is the file's.
+pub fn file_names(disk: &Path, name: &str) -> [String; 2] {
+    let extension = disk.extension().and_then(|extension| extension.to_str()).map(|extension| format!(".{extension}"));
+    let extension = extension.unwrap_or_default();
+    let stem = disk.file_stem().unwrap_or_default().to_string_lossy();
+    let is_whole = !extension.is_empty() && name.ends_with(&extension);
+    let plain = if is_whole { name.to_owned() } else { format!("{name}{extension}") };
+    match is_whole || name.starts_with(&format!("{stem}-")) {
+        true => [plain.clone(), plain],
+        false => [format!("{stem}-{plain}"), plain],
     }
-    Ok(path)
+}
+
+/// What the snapshot at `path` is called among those of the disk at `disk`.
+pub fn name_of(disk: &Path, path: &Path) -> String {
+    let stem = |path: &Path| path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    let file = stem(path);
+    file.strip_prefix(&format!("{}-", stem(disk))).filter(|name| !name.is_empty()).unwrap_or(&file).to_owned()
+}
+
+/// Refuses a name that a layer below the disk has already, be it as the one or as the other of [`file_names`].
+fn refuse_taken(layers: &[LayerInfo], snapshot: &Path) -> Result<()> {
+    let disk = &layers[0].path;
+    let name = name_of(disk, snapshot);
+    match layers[1..].iter().find(|layer| layer.path.parent() == disk.parent() && name_of(disk, &layer.path) == name) {
+        Some(layer) => {
+            let what = format!("the disk has a snapshot {name} already");
+            Err(Error::new(ErrorKind::Exists, what).at_path(&layer.path).hint("choose another name"))
+        }
+        None => Ok(()),
+    }
 }
 
 /// The format of a new leaf over an image of the format `parent`.
@@ -254,7 +283,7 @@ pub async fn refuse_job<F: Files>(files: &F, disk: &Path) -> Result<()> {
 }
 
 /// The name of the snapshot of a disk whose file is called `stem`, when `count` disks get one that is called `name`. Of several disks each
-/// has its own name in it, for they may lie in one folder.
+/// has its own name in it, also when `name` has an extension: they may lie in one folder.
 pub fn name_of_one(stem: &str, count: usize, name: &str) -> String {
     if count == 1 { name.to_owned() } else { format!("{stem}-{name}") }
 }
@@ -396,18 +425,40 @@ mod tests {
     #[test]
     fn a_snapshot_lies_beside_its_disk_with_the_same_extension() {
         let path = |disk: &str, name: &str| snapshot_path(Path::new(disk), name).map(|path| path.display().to_string());
-        assert_eq!(path("/vm/a.vhd", "monday").unwrap(), "/vm/monday.vhd");
+        assert_eq!(path("/vm/a.vhd", "monday").unwrap(), "/vm/a-monday.vhd");
+        assert_eq!(path("/vm/b.vhd", "monday").unwrap(), "/vm/b-monday.vhd");
+        assert_eq!(path("/vm/a.vhd", "a-monday").unwrap(), "/vm/a-monday.vhd");
         assert_eq!(path("/vm/a.vhd", "monday.vhd").unwrap(), "/vm/monday.vhd");
-        assert_eq!(path("/vm/a", "mon.day").unwrap(), "/vm/mon.day");
+        assert_eq!(path("/vm/a", "mon.day").unwrap(), "/vm/a-mon.day");
+        // One name of the two is too long.
+        let long = "x".repeat(names::LONGEST_DISK_NAME_BYTES - 10);
+        assert_eq!(path(&format!("/vm/{long}.vhd"), "monday").unwrap(), "/vm/monday.vhd");
         for bad in ["", "x/y", "..", ".x", "a\0b", &"x".repeat(252)] {
             assert_eq!(path("/vm/a.vhd", bad).unwrap_err().kind(), ErrorKind::InvalidInput, "{bad:?}");
         }
     }
 
     #[test]
+    fn a_snapshots_name_belongs_to_its_disk() {
+        let disk = Path::new("/vm/a.vhd");
+        for (file, name) in
+            [("a-daily.vhd", "daily"), ("daily.vhd", "daily"), ("b-daily.vhd", "b-daily"), ("a-.vhd", "a-")]
+        {
+            assert_eq!(name_of(disk, &disk.with_file_name(file)), name, "{file}");
+        }
+        // One that an earlier version has made has the name, too.
+        for there in ["/vm/a-daily.vhd", "/vm/daily.vhd"] {
+            let layers = [layer("/vm/a.vhd", Format::Vhd), layer(there, Format::Vhd)];
+            let error = Plan::new(&layers, None, "daily", &[]).unwrap_err();
+            assert!(error.kind() == ErrorKind::Exists && error.to_string().contains(there), "{error}");
+            assert!(Plan::new(&layers, None, "weekly", &[]).is_ok());
+        }
+    }
+
+    #[test]
     fn a_path_never_belies_the_format_of_its_leaf() {
         let plan = |path: &str, format, given| Plan::new(&[layer(path, format)], given, "s", &[]);
-        assert_eq!(plan("/vm/a.vhd", Format::Vhd, None).unwrap().snapshot(), Path::new("/vm/s.vhd"));
+        assert_eq!(plan("/vm/a.vhd", Format::Vhd, None).unwrap().snapshot(), Path::new("/vm/a-s.vhd"));
         let error = plan("/vm/a", Format::Vhd, Some(Format::Vhd)).unwrap_err();
         assert!(error.kind() == ErrorKind::Unsupported && error.hint_text().unwrap().contains("/vm/a.vhd"), "{error}");
         for (path, given) in [("/vm/a.raw", None), ("/vm/a", Some(Format::Raw)), ("/vm/a.vhd", Some(Format::Raw))] {

@@ -198,9 +198,10 @@ fn bind_tcp(host: &str, port: u16, question: &[u8]) -> Result<Bound> {
     let failed = |e: std::io::Error| {
         let in_use = e.kind() == IoKind::AddrInUse;
         let error = Error::io(format!("cannot listen on tcp:{host}:{port}"), e);
-        if in_use { error.hint("another program listens there") } else { error }
+        let who = || listener_at(port).unwrap_or_else(|| "another program".to_owned());
+        if in_use { error.hint(format!("{} listens there: end it, or choose another port", who())) } else { error }
     };
-    let mut patience = Patience::new(format!("tcp:{host}:{port}"));
+    let mut patience = Patience::new(format!("tcp:{host}:{port}"), Some(port));
     let listener = loop {
         match TcpListener::bind((host, port)) {
             Err(e) if e.kind() == IoKind::AddrInUse && !is_tcp_alive(host, port, question) && patience.has_more() => {}
@@ -289,7 +290,7 @@ fn refuse_busy(path: &Path, question: &[u8]) -> Result<()> {
             .at_path(path)
             .hint("remove it or choose another path"));
     }
-    let mut patience = Patience::new(path.display().to_string());
+    let mut patience = Patience::new(path.display().to_string(), None);
     loop {
         match connect(path) {
             Err(Errno::CONNREFUSED | Errno::NOENT) => return Ok(()),
@@ -302,6 +303,35 @@ fn refuse_busy(path: &Path, question: &[u8]) -> Result<()> {
             }
         }
     }
+}
+
+/// The program that listens at this TCP port, as far as this user may see it: `nginx (process 4711)`. A process that was killed has no sockets any more, also while the
+/// kernel keeps them.
+fn listener_at(port: u16) -> Option<String> {
+    let tables = ["/proc/net/tcp", "/proc/net/tcp6"].map(|table| fs::read_to_string(table).unwrap_or_default());
+    let inodes: Vec<_> = tables.iter().flat_map(|table| listening_inodes(table, port)).collect();
+    let is_it = |link: fs::DirEntry| {
+        let link = fs::read_link(link.path()).unwrap_or_default();
+        inodes.iter().any(|inode| link.as_os_str() == &*format!("socket:[{inode}]"))
+    };
+    let mut processes = fs::read_dir("/proc").ok()?.flatten();
+    let process = processes
+        .find(|process| fs::read_dir(process.path().join("fd")).is_ok_and(|links| links.flatten().any(is_it)))?;
+    let name = fs::read_to_string(process.path().join("comm")).ok()?;
+    Some(format!("{} (process {})", name.trim(), process.file_name().to_string_lossy()))
+}
+
+/// The inodes of the sockets that listen at this port, by a table of the kernel's (proc_net_tcp).
+fn listening_inodes(table: &str, port: u16) -> Vec<&str> {
+    table.lines().skip(1).filter_map(|line| listening_inode(line, port)).collect()
+}
+
+fn listening_inode(line: &str, port: u16) -> Option<&str> {
+    const LISTEN: &str = "0A";
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let (_, local) = words.get(1)?.rsplit_once(':')?;
+    let is_it = u16::from_str_radix(local, 16) == Ok(port) && *words.get(3)? == LISTEN;
+    words.get(9).copied().filter(|_| is_it)
 }
 
 /// Connects to the socket at `path`, and waits for [`ANSWER`] at most.
@@ -329,13 +359,15 @@ const ANSWER: Duration = Duration::from_secs(1);
 struct Patience {
     /// The socket, for people.
     place: String,
+    /// Its port, if it has one.
+    port: Option<u16>,
     end: Instant,
     is_told: bool,
 }
 
 impl Patience {
-    fn new(place: String) -> Self {
-        Self { place, end: Instant::now() + WIND_UP, is_told: false }
+    fn new(place: String, port: Option<u16>) -> Self {
+        Self { place, port, end: Instant::now() + WIND_UP, is_told: false }
     }
 
     /// Waits for a moment; false when there was time enough.
@@ -345,10 +377,11 @@ impl Patience {
         }
         if !std::mem::replace(&mut self.is_told, true) {
             let (place, patience_s) = (&self.place, WIND_UP.as_secs());
-            tracing::warn!(
-                "{place}: nobody answers on this socket, which a server that was just killed may still have: waiting \
-                 {patience_s} s for its end"
+            let who = self.port.and_then(listener_at).map_or_else(
+                || "nobody answers on this socket, which a server that was just killed may still have".to_owned(),
+                |who| format!("{who} listens on this port, and does not answer as a server of this kind"),
             );
+            tracing::warn!("{place}: {who}: waiting {patience_s} s for its end");
         }
         std::thread::sleep(PAUSE);
         true
@@ -454,6 +487,16 @@ mod tests {
                 let _ = stream.write_all(b"N");
             }
         })
+    }
+
+    #[test]
+    fn who_listens_at_a_port_is_known_by_name() {
+        let taken = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let port = taken.local_addr().unwrap().port();
+        let who = listener_at(port).unwrap();
+        assert!(who.ends_with(&format!("(process {})", std::process::id())), "{who}");
+        drop(taken);
+        assert_eq!(listener_at(port), None);
     }
 
     #[test]

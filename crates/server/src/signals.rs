@@ -3,6 +3,7 @@
 
 use std::sync::mpsc;
 use std::thread;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, Signal};
 use spile_core::{Error, Result};
@@ -18,6 +19,9 @@ pub struct ServerSignals(SigSet);
 
 const ENDS: [Signal; 2] = [Signal::SIGTERM, Signal::SIGINT];
 const OTHERS: [Signal; 3] = [Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2];
+
+/// How long after a signal another one counts as the same.
+const SAME: Duration = Duration::from_millis(300);
 
 /// How many signals that only the log hears of may wait for it.
 const MOST_UNTOLD: usize = 16;
@@ -111,6 +115,21 @@ impl EndSignals {
                 // What `work` waits for may never come.
                 Self(self.0).exit_on_next();
                 work(signal);
+            }
+        });
+    }
+
+    /// As [`EndSignals::on_first`], of work that a second signal must not cut off, such as the order to a server to stop. Signals that come until [`SAME`] after
+    /// it count as the first one: `timeout` sends its signal twice, to the process and to its group.
+    pub fn on_first_whole(self, work: impl FnOnce(Signal) + Send + 'static) {
+        thread::spawn(move || {
+            let Ok(signal) = self.wait() else { return };
+            work(signal);
+            let done = Instant::now();
+            while let Ok(signal) = self.wait() {
+                if done.elapsed() > SAME {
+                    exit_at_once(signal);
+                }
             }
         });
     }

@@ -36,6 +36,21 @@ pub fn format_us(us: f64) -> String {
     }
 }
 
+/// Writes how long ago something was, or how long it takes: `under 1 s`, `45 s`, `12 min`, `3 h 20 min`, `5 d 3 h`.
+pub fn format_age(seconds: u64) -> String {
+    let two = |large: u64, unit: &str, small: u64, of: &str| match small {
+        0 => format!("{large} {unit}"),
+        small => format!("{large} {unit} {small} {of}"),
+    };
+    match seconds {
+        0 => "under 1 s".to_owned(),
+        1..120 => format!("{seconds} s"),
+        120..7_200 => format!("{} min", seconds / 60),
+        7_200..172_800 => two(seconds / 3_600, "h", seconds % 3_600 / 60, "min"),
+        _ => two(seconds / 86_400, "d", seconds % 86_400 / 3_600, "h"),
+    }
+}
+
 fn three_digits(value: f64) -> String {
     match value {
         v if v < 10.0 => format!("{v:.2}"),
@@ -53,9 +68,26 @@ pub fn format_count(count: f64) -> String {
     }
 }
 
-/// Writes a rate in decimal megabytes a second, as disks are sold by: `123 MB/s`.
+/// Writes bytes in a second with a decimal unit, as disks and networks are sold by: `950 B/s`, `12.3 kB/s`, `123 MB/s`, `1.23 GB/s`. All rates are told so.
 pub fn format_rate(bytes_per_s: f64) -> String {
-    format!("{} MB/s", three_digits(bytes_per_s / 1e6))
+    match bytes_per_s {
+        rate if rate < 1_000.0 => format!("{rate:.0} B/s"),
+        rate if rate < 1e6 => format!("{} kB/s", three_digits(rate / 1e3)),
+        rate if rate < 1e9 => format!("{} MB/s", three_digits(rate / 1e6)),
+        rate => format!("{} GB/s", three_digits(rate / 1e9)),
+    }
+}
+
+/// Writes a limit of bytes in a second as [`parse_size`] reads it, and what that is as a rate: `5M (5.24 MB/s)`. Units of a size are binary, those of a rate decimal.
+pub fn format_limit(bytes_per_s: u64) -> String {
+    const UNITS: [(&str, u32); 4] = [("T", 40), ("G", 30), ("M", 20), ("K", 10)];
+    let unit = UNITS.iter().find(|(_, shift)| bytes_per_s > 0 && bytes_per_s % (1 << shift) == 0);
+    let rate = format_rate(bytes_per_s as f64);
+    match unit {
+        Some((unit, shift)) => format!("{}{unit} ({rate})", bytes_per_s >> shift),
+        None if bytes_per_s < 1_000 => rate,
+        None => format!("{bytes_per_s} ({rate})"),
+    }
 }
 
 #[cfg(test)]
@@ -97,6 +129,31 @@ mod tests {
             assert_eq!(format_size(bytes), text);
         }
         assert_eq!(format_size(u64::MAX), "16 EiB");
+    }
+
+    #[test]
+    fn rates_are_decimal_and_limits_are_told_as_they_were_asked() {
+        assert_eq!(
+            [0.4, 999.0, 52_400.0, 5_242_880.0, 2e9].map(format_rate),
+            ["0 B/s", "999 B/s", "52.4 kB/s", "5.24 MB/s", "2.00 GB/s"]
+        );
+        for (asked, told) in [
+            ("5M", "5M (5.24 MB/s)"),
+            ("1.5M", "1536K (1.57 MB/s)"),
+            ("50000000", "50000000 (50.0 MB/s)"),
+            ("2G", "2G (2.15 GB/s)"),
+        ] {
+            assert_eq!(format_limit(parse_size(asked).unwrap()), told);
+        }
+        assert_eq!([0, 1].map(format_limit), ["0 B/s", "1 B/s"]);
+    }
+
+    #[test]
+    fn ages_have_the_unit_of_their_size() {
+        let ages = [0, 1, 119, 120, 7_199, 7_200, 12_000, 172_800, 90_000 * 10, 1_795_896_786].map(format_age);
+        let wanted =
+            ["under 1 s", "1 s", "119 s", "2 min", "119 min", "2 h", "3 h 20 min", "2 d", "10 d 10 h", "20785 d 20 h"];
+        assert_eq!(ages, wanted);
     }
 
     #[test]

@@ -144,7 +144,9 @@ impl Report {
             "{size} requests, depth {} × {} connections, {:.2} s",
             self.queue_depth, self.connections, self.runtime_s
         )?;
-        let agree = if self.depths_agree() { "" } else { "  ← these should agree within 2 %" };
+        // A run that has failed has requests that were counted and have no latency.
+        let is_whole = self.error.is_none() && !self.interrupted;
+        let agree = if self.depths_agree() || !is_whole { "" } else { "  ← these should agree within 2 %" };
         writeln!(
             text,
             "average queue depth {:.2} (∫n dt / T), {:.2} (λ·W){agree}",

@@ -132,6 +132,7 @@ fn exports_need_fit_and_unique_names() {
         let export = |name: &&str| Export {
             name: name.to_string(),
             description: String::new(),
+            disk_name: String::new(),
             disk: disk.clone(),
             read_only: false,
             checkpoints: None,

@@ -79,6 +79,7 @@ pub fn rig_with(kind: EngineKind, change: impl FnOnce(&mut StoreDisk<MemStore>, 
     let export = |name: &str, read_only| Export {
         name: name.to_owned(),
         description: "for tests".to_owned(),
+        disk_name: "for tests".to_owned(),
         disk: disk.clone(),
         read_only,
         checkpoints: None,

@@ -74,7 +74,7 @@ struct Shared {
     left: async_lock::Mutex<Left>,
     digests: RefCell<Digests>,
     copied: Cell<Copied>,
-    /// Bytes that need no more work.
+    /// Bytes that were copied. Holes are no work, and do not count.
     done_bytes: Cell<u64>,
     /// A lane has failed.
     is_over: Cell<bool>,
@@ -109,7 +109,7 @@ impl<S: Store, G: Disk, D: Disk> Copy<'_, S, G, D> {
 
     async fn run_lanes(&self, shared: &Shared) -> Result<()> {
         match self.changed {
-            None => self.job.set_total(self.from.size_bytes()),
+            None => self.job.set_total(self.data_bytes().await?),
             Some(changed) => {
                 // The disk may have been longer.
                 shared.digests.borrow_mut().cut(self.from.size_bytes());
@@ -121,7 +121,22 @@ impl<S: Store, G: Disk, D: Disk> Copy<'_, S, G, D> {
             }
         }
         let lanes = join_all((0..LANES).map(|number| self.lane(number, shared))).await;
-        lanes.into_iter().collect()
+        lanes.into_iter().collect::<Result<()>>()?;
+        // Guests may have made holes, or data, meanwhile.
+        self.job.set_total(shared.done_bytes.get());
+        Ok(())
+    }
+
+    /// How much of the disk is data now. Its map is looked at before anything is copied, so that it can be told how far the work is.
+    async fn data_bytes(&self) -> Result<u64> {
+        let (mut at, mut bytes) = (0, 0);
+        while at < self.from.size_bytes() {
+            let parts = self.from.parts(at).await?;
+            bytes += parts.iter().filter(|part| !part.is_hole).map(|part| part.extent.len_bytes).sum::<u64>();
+            at = parts.last().map_or(self.from.size_bytes(), |part| part.extent.end());
+            self.job.go_on().await?;
+        }
+        Ok(bytes)
     }
 
     /// Takes one piece after the other until none is left, or a lane has failed.
@@ -213,7 +228,9 @@ impl<S: Store, G: Disk, D: Disk> Copy<'_, S, G, D> {
         };
         let (busy, is_over) = (|| self.from.guests(), || shared.is_over.get());
         self.job.piece_in_lane(self.timer, number == 0, busy, is_over, work).await?;
-        shared.done_bytes.set(shared.done_bytes.get() + extent.len_bytes);
+        if matches!(next, Next::Copy(_)) {
+            shared.done_bytes.set(shared.done_bytes.get() + extent.len_bytes);
+        }
         self.job.set_done(shared.done_bytes.get());
         Ok(())
     }

@@ -11,6 +11,7 @@ use crate::gone::Gone;
 use crate::jobs::Merged;
 use crate::motion::is_parent;
 use crate::names;
+use crate::snapshot::name_of;
 use crate::work::{GraphOf, LayerOf, Work, refuse_data_file, refuse_inner_snapshots, size_of};
 
 /// What was found before a merge begins.
@@ -24,29 +25,32 @@ pub(super) struct Checked {
 /// What to do where a data file keeps an image from being merged.
 const NO_MERGE_HINT: &str = "flatten the disk: then it needs no parent; or copy it: spile convert";
 
-/// The number of the layer of `graph` that is called `name`: a path, a file name, or a file name without its extension. Without a
-/// name, the leaf.
+/// The number of the layer of `graph` that is called `name`: a path, a file name, or that without its extension or without the disk's name in front.
+/// Without a name, the leaf.
 ///
 /// # Errors
 /// `NotFound` with the names that there are; `InvalidInput` when several layers are called so.
 pub fn find_layer<S: Store>(graph: &Graph<S>, name: Option<&str>) -> Result<usize> {
     let Some(name) = name else { return Ok(0) };
     let layers = graph.handles();
-    let found = find_path(layers.iter().map(|layer| layer.path()), name);
+    let found = find_path(layers[0].path(), layers.iter().map(|layer| layer.path()), name);
     found.map_err(|error| error.at_path(layers[0].path()))
 }
 
-/// True when the image at `path` is called `name`: its path, its file name, or that without its extension.
-pub fn is_called(path: &Path, name: &str) -> bool {
+/// True when the image at `path` is called `name`, as a layer of the disk at `disk`: its path, its file name, that without its extension, or the name of a
+/// snapshot of that disk.
+pub fn is_called(disk: &Path, path: &Path, name: &str) -> bool {
     path == Path::new(name)
         || path.file_name().is_some_and(|file| file == name)
         || path.file_stem().is_some_and(|stem| stem == name)
+        || (path != disk && name_of(disk, path) == name)
 }
 
 /// The number of the only one of `paths` that is called `name`. A whole path goes before a file name, and that before a part of one.
-fn find_path<'a>(paths: impl Iterator<Item = &'a Path> + Clone, name: &str) -> Result<usize> {
+fn find_path<'a>(disk: &Path, paths: impl Iterator<Item = &'a Path> + Clone, name: &str) -> Result<usize> {
     let is_file = |path: &Path| path.file_name().is_some_and(|file| file == name);
-    let ways: [&dyn Fn(&Path) -> bool; 3] = [&|path| path == Path::new(name), &is_file, &|path| is_called(path, name)];
+    let ways: [&dyn Fn(&Path) -> bool; 3] =
+        [&|path| path == Path::new(name), &is_file, &|path| is_called(disk, path, name)];
     let all = |is_it: &dyn Fn(&Path) -> bool| -> Vec<usize> {
         paths.clone().enumerate().filter(|(_, path)| is_it(path)).map(|(number, _)| number).collect()
     };
@@ -336,12 +340,20 @@ mod tests {
     #[test]
     fn a_name_that_several_layers_have_finds_none() {
         let paths = ["/vm/a.vhd", "/vm/a.raw", "/base/b.vhd", "/vm/b.vhd"];
-        let find = |name: &str| find_path(paths.iter().map(Path::new), name).map_err(|error| error.kind());
+        let disk = Path::new(paths[0]);
+        let find = |name: &str| find_path(disk, paths.iter().map(Path::new), name).map_err(|error| error.kind());
         assert_eq!((find("a.vhd"), find("a.raw"), find("/vm/b.vhd")), (Ok(0), Ok(1), Ok(3)));
         for several in ["a", "b.vhd", "b"] {
             assert_eq!(find(several), Err(ErrorKind::InvalidInput), "{several}");
         }
         assert_eq!(find("c"), Err(ErrorKind::NotFound));
+        // A snapshot of the disk: its name alone, or with the disk's in front.
+        let paths = ["/vm/a.vhd", "/vm/a-daily.vhd", "/vm/daily-b.vhd"];
+        let find = |name: &str| find_path(disk, paths.iter().map(Path::new), name).map_err(|error| error.kind());
+        assert_eq!(
+            (find("daily"), find("a-daily"), find("daily-b"), find("b")),
+            (Ok(1), Ok(1), Ok(2), Err(ErrorKind::NotFound))
+        );
     }
 
     #[test]

@@ -477,7 +477,8 @@ fn server(
     let (description, name, disk) = (String::new(), name.to_owned(), disk.clone());
     let (checkpoints, withdrawn) = (None, Arc::default());
     let kept = failed_syncs::kept;
-    let export = Export { name, description, disk, read_only, checkpoints, kept, withdrawn };
+    let disk_name = name.clone();
+    let export = Export { name, description, disk_name, disk, read_only, checkpoints, kept, withdrawn };
     NbdServer::new(engine.clone(), nbd.clone(), vec![export])
 }
 

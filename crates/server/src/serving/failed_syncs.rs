@@ -323,7 +323,7 @@ pub fn marked(graph: &Graph<HostStore>) -> Vec<FailedSync> {
 pub fn recall(graph: &Graph<HostStore>) -> Vec<FailedSync> {
     if let Err(error) = judge_doubts(graph) {
         tracing::error!(
-            "writes may be lost that a server before this one had not flushed, and this cannot be noted: {error}"
+            "whether a server before this one has left writes to the export that are not flushed cannot be looked up or noted: {error}"
         );
     }
     let found = marked(graph);
@@ -337,9 +337,10 @@ pub fn recall(graph: &Graph<HostStore>) -> Vec<FailedSync> {
 /// A server before this one did not know what had become of writes that were not flushed. Either they are safe, and it is this server that keeps account of them from now on,
 /// or they are lost.
 fn judge_doubts(graph: &Graph<HostStore>) -> Result<()> {
-    let (marks, doubts) = (Marks::of_host()?, Marks::of_doubts()?);
     for store in stores(graph) {
         let (AnyStore::Nbd(nbd), Some((key, born))) = (store, known(store)) else { continue };
+        // Only servers of exports leave such notes: a disk of files needs no folder for them.
+        let (marks, doubts) = (Marks::of_host()?, Marks::of_doubts()?);
         let Some(doubt) = doubts.doubt(&key) else { continue };
         // The note stays until all is flushed.
         if !nbd.take_on(&doubt.kept) {

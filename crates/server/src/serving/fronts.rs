@@ -624,11 +624,12 @@ fn sum(first: FrontReading, others: impl Iterator<Item = FrontReading>) -> Front
 fn exports(disks: &[Open]) -> Vec<Export<ServedDisk>> {
     let each = |open: &Open| {
         let (disk, read_only) = (open.disk.clone(), open.read_only);
-        let description = open.label.clone();
+        let (description, disk_name) = (open.label.clone(), open.name.clone());
         let (checkpoints, withdrawn) = (bitmaps::of(open), open.withdrawn.clone());
         open.names.clone().into_iter().map(move |name| Export {
             name,
             description: description.clone(),
+            disk_name: disk_name.clone(),
             disk: disk.clone(),
             read_only,
             checkpoints: Some(checkpoints.clone()),

@@ -190,7 +190,7 @@ impl DiskJobs {
         new: &NewJob,
     ) -> Result<Arc<DiskJob>> {
         let Some(graph) = disk.graph_now() else { return Err(just_exchanged()) };
-        let leaf = graph.handles()[0].path().to_owned();
+        let (leaf, format) = (graph.handles()[0].path().to_owned(), graph.handles()[0].image().format());
         let planned = (new.kind != "move").then(|| plan(&graph, new));
         drop(graph);
         let planned = match planned {
@@ -198,7 +198,7 @@ impl DiskJobs {
             // A move looks at folders, whose file system may not answer.
             None => {
                 let new = new.clone();
-                let planned = tokio::task::spawn_blocking(move || plan_move(&leaf, &new)).await;
+                let planned = tokio::task::spawn_blocking(move || plan_move(&leaf, format, &new)).await;
                 planned.map_err(|_| Error::new(ErrorKind::Shutdown, "the server ends"))?.map(Plan::Move)
             }
         };
@@ -613,7 +613,10 @@ pub fn plan(graph: &Graph<HostStore>, new: &NewJob) -> Result<Plan> {
         }
         "coalesce" => merge::plan(graph, new.layer.as_deref()).map(Plan::Coalesce),
         "flatten" => Ok(Plan::Flatten),
-        "move" => plan_move(graph.handles()[0].path(), new).map(Plan::Move),
+        "move" => {
+            let leaf = &graph.handles()[0];
+            plan_move(leaf.path(), leaf.image().format(), new).map(Plan::Move)
+        }
         other => {
             Err(Error::new(ErrorKind::InvalidInput, format!("there is no job {other:?}: coalesce, flatten or move")))
         }
@@ -630,14 +633,16 @@ async fn left_merge(engine: &Engine, disk: &Arc<ServedDisk>, new: &NewJob) -> Re
         let files = HostFiles::new(OsFiles::new(CacheMode::Page).without_locks(true));
         // A job of the disk may be writing the note right now.
         let note = Note::look(&files, graph.handles()[0].path()).await;
-        let _ = reply.send(note.map(|note| note.filter(|note| note.is_of(which(&graph)))));
+        let note = note.map(|note| note.filter(|note| note.is_of(which(&graph))));
+        let _ = reply.send(note.map(|note| (note, graph.handles()[0].path().to_owned())));
     });
-    let note = answer.await.map_err(|_| Error::new(ErrorKind::Shutdown, "the server ends"))??;
-    let is_it = |plan: &Plan| matches!(plan, Plan::Coalesce(merged) if merge::is_called(&merged.path, &layer));
+    let (note, leaf) = answer.await.map_err(|_| Error::new(ErrorKind::Shutdown, "the server ends"))??;
+    let is_it = |plan: &Plan| matches!(plan, Plan::Coalesce(merged) if merge::is_called(&leaf, &merged.path, &layer));
     Ok(note.map(|note| note.plan).filter(is_it))
 }
 
-fn plan_move(leaf: &Path, new: &NewJob) -> Result<Move> {
+/// The move that is asked for, of the disk whose leaf lies at `leaf` and is of the format `format`.
+fn plan_move(leaf: &Path, format: Format, new: &NewJob) -> Result<Move> {
     let bad = |what: String| Error::new(ErrorKind::InvalidInput, what);
     let Some(to) = &new.to else { return Err(bad("a move needs a place to go `to`".to_owned())) };
     let given = new.to_format.as_deref().map(str::parse).transpose()?;
@@ -675,9 +680,13 @@ fn plan_move(leaf: &Path, new: &NewJob) -> Result<Move> {
         return Err(bad(format!("{} is no absolute path", to.display())));
     }
     let name = |path: &Path| path.file_name().map(ToOwned::to_owned);
-    let to = match (to.is_dir(), name(leaf)) {
-        (true, Some(name)) => to.join(name),
-        _ => to,
+    // In a folder the disk keeps its file name, and its format where that does not say one.
+    let (to, given) = match (to.is_dir(), name(leaf)) {
+        (true, Some(name)) => {
+            let of_leaf = Format::from_extension(Path::new(&name)).is_none().then_some(format);
+            (to.join(name), given.or(of_leaf))
+        }
+        _ => (to, given),
     };
     let (Some(folder), Some(file)) = (to.parent(), name(&to)) else {
         return Err(bad("the path has no file name".to_owned()).at_path(&to));

@@ -40,7 +40,7 @@ pub struct AmendArgs {
     #[command(flatten)]
     made: MadeArgs,
     /// The disk's format, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     /// Amend the disk although an image in its folder names it as its parent
     #[arg(long)]

@@ -20,11 +20,14 @@ use spile_server::serving::offline::OwnJobs;
 use spile_store::CacheMode;
 use utoipa::ToSchema;
 
-use super::coalesce::{LOOK_EVERY, parse_rate, tell_when_ended, wait_for};
+use super::coalesce::parse_rate;
 use super::convert::{ConvertArgs, Known, convert};
-use super::create::check_new_name;
+use super::create::{check_new_name, refuse_missing_folder};
 use super::snapshot::find;
-use super::{Exit, ParentArgs, ReadArgs, existing, on_engine, onto, parse_format, print_json, progress_bar, say};
+use super::waiting::{Ended, LOOK_EVERY, WaitArgs, Waiting, Words};
+use super::{
+    Exit, ParentArgs, ReadArgs, existing, format_of, on_engine, onto, parse_format, print_json, progress_bar, say,
+};
 use crate::disks;
 use crate::log::complain;
 use crate::signals::EndSignals;
@@ -37,15 +40,15 @@ use crate::units::parse_size;
 /// meanwhile is kept in the fleece, a file without a name beside the disk: a target that is slow, or hangs, costs guests nothing else, and when
 /// the fleece is full, the backup fails, alone.
 ///
-/// The backup is a job: `spile jobs` shows how far it is. A disk that no server has is read by this command, which waits for the end. A
-/// file beside the backup, TARGET.spile-backup, says what it is of, and has the digests that `spile verify` and `spile restore` compare.
+/// The backup is a job of the disk's server, or of this command when no server has the disk. The command waits for its end, and Ctrl-C stops it; `spile jobs`
+/// shows how far it is. A file beside the backup, TARGET.spile-backup, says what it is of, and has the digests that `spile verify` and `spile restore` compare.
 #[derive(Debug, Args)]
 pub struct BackupArgs {
     /// The disks, by their names on a server or by their paths; and where their backup goes
     #[arg(required = true, num_args = 2.., value_names = ["DISK", "TARGET"])]
     disks_and_target: Vec<PathBuf>,
     /// The format of the backup [default: what the name of TARGET says; with several disks: vhd]
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'O', long, value_name = "FORMAT", value_parser = parse_format)]
     to: Option<Format>,
     /// Give the moment of the backup this name, as `spile checkpoint` does, so that the next backup can have only what has changed since
     #[arg(long, value_name = "NAME")]
@@ -72,11 +75,10 @@ pub struct BackupArgs {
     /// Copy no more than this in a second [default: as fast as guests leave room for]
     #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
     rate: Option<u64>,
-    /// Wait until the jobs of a server are done, and show how far they are
-    #[arg(long)]
-    wait: bool,
+    #[command(flatten)]
+    waiting: WaitArgs,
     /// The format of a disk that no server has, instead of what the extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     #[command(flatten)]
     parents: ParentArgs,
@@ -93,7 +95,7 @@ pub struct VerifyArgs {
     /// The backup: a file or an NBD export
     backup: PathBuf,
     /// Its format, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     /// Its manifest [default: BACKUP.spile-backup]
     #[arg(long, value_name = "FILE")]
@@ -122,10 +124,10 @@ pub struct RestoreArgs {
     #[arg(long, requires = "onto")]
     write_parent: bool,
     /// The format of DISK, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'O', long, value_name = "FORMAT", value_parser = parse_format)]
     to: Option<Format>,
     /// The format of the backup, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     /// The backup's manifest [default: BACKUP.spile-backup]
     #[arg(long, value_name = "FILE")]
@@ -190,15 +192,23 @@ pub fn run(args: &BackupArgs) -> Result<Exit> {
         fleece_limit_bytes: args.fleece_limit,
         limit_bytes_per_s: args.rate,
     });
-    let begun: JobList = typed(call(server, "POST", "/v1/backups", Some(&order), CHANGE_PATIENCE)?)?;
-    let again = "if the server has ended, begin the backup anew";
-    let jobs = if args.wait {
-        tell_when_ended(&begun.jobs)?;
-        begun.jobs.into_iter().map(|job| wait_for(server, job, "copying", again)).collect::<Result<_>>()?
-    } else {
-        begun.jobs
-    };
-    show(args, JobList { jobs })
+    let begin = || typed::<JobList>(call(server, "POST", "/v1/backups", Some(&order), CHANGE_PATIENCE)?);
+    if !args.waiting.waits(false) {
+        return show(args, begin()?);
+    }
+    let is_new = pairs.iter().all(|pair| pair.target.is_new_file(args.since.is_some()));
+    let left: fn(&Job) -> String = if is_new { |_| was_stopped(true) } else { |_| was_stopped(false) };
+    let words = Words { doing: "copying", again: "if the server has ended, begin the backup anew", left };
+    let waiting = Waiting::begin()?;
+    match waiting.to_the_end(server, begin()?.jobs, &words)? {
+        Ended::Done(jobs) => show(args, JobList { jobs }),
+        Ended::Stopped(signal) => Ok(Exit::Ended(signal)),
+    }
+}
+
+/// What is said of a backup that was stopped.
+fn was_stopped(is_new: bool) -> String {
+    format!("was stopped; {}", what_is_left(is_new))
 }
 
 fn wish(disk: &str, target: &TargetSpec) -> Result<DiskBackup> {
@@ -251,7 +261,9 @@ fn pairs(args: &BackupArgs, found: &[Option<(PathBuf, String)>]) -> Result<Vec<P
         [disk] if !target.is_dir() => {
             let (at, parent) = (disks::locate(target)?, args.parent.clone());
             if matches!(at, Locator::Path(_)) {
+                refuse_missing_folder(target)?;
                 check_new_name(target)?;
+                format_of(&at, args.to, "--to")?;
             }
             let target = TargetSpec { at, format: args.to, manifest, parent, overwrite: args.overwrite };
             Ok(vec![Pair { disk: disk.clone(), target }])
@@ -312,6 +324,7 @@ fn show(args: &BackupArgs, list: JobList) -> Result<Exit> {
 
 /// Makes backups of disks that no server has. They are locked against writers meanwhile.
 fn by_itself(args: &BackupArgs, pairs: Vec<Pair>) -> Result<Exit> {
+    args.waiting.refuse_background()?;
     let signals = EndSignals::block()?;
     let options = OpenOptions { read_only: args.checkpoint.is_none(), ..args.parents.read_only(args.format) };
     let found: Vec<_> =
@@ -328,7 +341,7 @@ fn by_itself(args: &BackupArgs, pairs: Vec<Pair>) -> Result<Exit> {
     let (watched, stopped) = (jobs.clone(), jobs.clone());
     let told = Arc::new(OnceLock::new());
     let tell = told.clone();
-    signals.on_first(move |signal| {
+    signals.on_first_whole(move |signal| {
         let _ = tell.set(signal);
         stopped.iter().for_each(|job| job.job().cancel());
     });
@@ -364,7 +377,7 @@ fn by_itself(args: &BackupArgs, pairs: Vec<Pair>) -> Result<Exit> {
             (State::Done, ..) => {}
             (_, Some(error), _) => return Err(error),
             (.., Some(signal)) => {
-                complain(format_args!("the backup was stopped; {}", what_is_left(is_new)));
+                complain(format_args!("the backup {}", was_stopped(is_new)));
                 return Ok(Exit::Ended(*signal));
             }
             (.., None) => {

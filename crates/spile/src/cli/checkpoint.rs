@@ -18,7 +18,7 @@ use super::control::path_of;
 use super::snapshot::find;
 use super::{Exit, ParentArgs, cbtlog, existing, on_engine, parse_format, print_json, printable, say, say_lines};
 use crate::disks;
-use crate::units::{format_size, format_us, parse_size};
+use crate::units::{format_age, format_size, parse_size};
 
 /// Give the present moment of a disk a name, so that it can be told later which blocks have changed since
 ///
@@ -70,7 +70,7 @@ struct WhichDisk {
     /// The disk: by its name on a server, or by its path
     disk: PathBuf,
     /// The format of a disk that no server has, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     #[command(flatten)]
     parents: ParentArgs,
@@ -162,13 +162,10 @@ fn print_list(list: &CheckpointList) {
     table.set_header(header);
     let now_unix_s = OsEnv.now_unix_s();
     for one in &list.checkpoints {
-        let age_s = now_unix_s.saturating_sub(one.created_unix_s);
         let age = match one.created_unix_s {
             // Nobody knows how old a bitmap is that was not met before.
             0 => "-".to_owned(),
-            // The moment is known to the second.
-            _ if age_s == 0 => "under 1 s".to_owned(),
-            _ => format_us(age_s as f64 * 1e6),
+            created_unix_s => format_age(now_unix_s.saturating_sub(created_unix_s)),
         };
         let mut row = vec![printable(&one.name), age, format_size(one.changed_bytes)];
         if has_bitmaps {

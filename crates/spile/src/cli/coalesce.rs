@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::Duration;
 
 use clap::Args;
 use nix::sys::signal::Signal;
@@ -17,13 +16,14 @@ use spile_node::Node;
 use spile_server::checkpoints::Checkpoints;
 use spile_server::jobs::{self, Access};
 use spile_server::serving::api::checkpoints::CheckpointList;
-use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call};
-use spile_server::serving::api::types::{Failure, Job, NewJob};
+use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask, call, typed};
+use spile_server::serving::api::types::{DiskDetail, Job, NewJob};
 use spile_server::serving::jobs::{DiskJob, What, plan};
 use spile_server::serving::offline::OwnJobs;
 use spile_store::CacheMode;
 
 use super::control::{Which, path_of};
+use super::waiting::{Ended, LOOK_EVERY, WaitArgs, Waiting, Words, was_cancelled};
 use super::{Exit, existing, on_engine, parse_format, print_json, printable, progress_bar, say};
 use crate::disks;
 use crate::log::complain;
@@ -33,13 +33,14 @@ use crate::units::{format_size, parse_size};
 /// Merge a layer of a disk into its parent, and remove it
 ///
 /// Guests go on meanwhile, and the work always comes to its end. Without --layer the disk's own image is merged: its parent takes its place and its
-/// name, and the snapshot that the parent was is gone. The work is a job: `spile jobs` shows how far it is, `spile job` pauses, slows and cancels
-/// it. A disk that no server has is worked on by this command, which waits for the end; Ctrl-C leaves a valid chain, and the same command goes on.
+/// name, and the snapshot that the parent was is gone. The work is a job of the disk's server, or of this command when no server has the disk. The command
+/// waits for its end; Ctrl-C stops it and leaves a valid chain, and the same command goes on. `spile jobs` shows how far it is, `spile job` pauses, slows
+/// and cancels it.
 #[derive(Debug, Args)]
 pub struct CoalesceArgs {
     #[command(flatten)]
     on: JobArgs,
-    /// The layer to merge: its path, its file name, or that without the extension [default: the disk's own image]
+    /// The layer to merge: a snapshot of the disk by its name, or its path or file name [default: the disk's own image]
     #[arg(long, value_name = "NAME")]
     layer: Option<String>,
 }
@@ -61,11 +62,10 @@ pub(super) struct JobArgs {
     /// Move no more than this in a second [default: as fast as guests leave room for]
     #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
     rate: Option<u64>,
-    /// Wait until the job of a server is done, and show how far it is. A disk that no server has is always waited for
-    #[arg(long)]
-    wait: bool,
+    #[command(flatten)]
+    waiting: WaitArgs,
     /// The format of a disk that no server has, instead of what the extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     /// Follow parents of a disk that no server has into this folder, too (may be given several times)
     #[arg(long, value_name = "DIR")]
@@ -77,9 +77,6 @@ pub(super) struct JobArgs {
     #[arg(long)]
     json: bool,
 }
-
-/// How often is looked how far a job is.
-pub(super) const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 pub(super) fn parse_rate(text: &str) -> Result<u64, String> {
     match parse_size(text)? {
@@ -132,24 +129,62 @@ pub(super) fn run(args: &JobArgs, new: NewJob) -> Result<Exit> {
         let there: CheckpointList = ask(&socket, "GET", &path, LOOK_PATIENCE)?;
         tell_checkpoints(there.checkpoints.iter().map(|one| one.name.as_str()));
     }
+    if leaves_parents(&new) {
+        let detail: DiskDetail = ask(&socket, "GET", &path_of(&disk), LOOK_PATIENCE)?;
+        let layers: Vec<_> = detail.layers.iter().map(|layer| Path::new(&layer.path)).collect();
+        tell_left_behind(&layers);
+    }
+    let is_endless = new.mirror_only;
     let body = json!(NewJob { disk, ..new });
-    let answer = call(&socket, "POST", "/v1/jobs", Some(&body), CHANGE_PATIENCE)?;
-    let begun: Job = serde_json::from_value(answer)
-        .map_err(|e| Error::new(ErrorKind::Protocol, "the server's answer is not understood").caused_by(e))?;
-    let again = "if the server has ended, the next one that opens the disk goes on with the job";
-    let job = match args.wait {
-        true => {
-            tell_when_ended(std::slice::from_ref(&begun))?;
-            wait_for(&socket, begun, "moving", again)?
+    let begin = || typed::<Job>(call(&socket, "POST", "/v1/jobs", Some(&body), CHANGE_PATIENCE)?);
+    if !args.waiting.waits(is_endless) {
+        return show(args, &begin()?);
+    }
+    let waiting = Waiting::begin()?;
+    match waiting.to_the_end(&socket, vec![begin()?], &WORDS)? {
+        Ended::Done(jobs) => jobs.iter().try_for_each(|job| show(args, job).map(drop)).map(|()| Exit::Ok),
+        Ended::Stopped(signal) => Ok(Exit::Ended(signal)),
+    }
+}
+
+/// How a merge, a flatten or a move by a server is told of.
+const WORDS: Words = Words {
+    doing: "moving",
+    again: "if the server has ended, the next one that opens the disk goes on with the job",
+    left: what_is_left,
+};
+
+/// What is left of a job of a server that was stopped.
+fn what_is_left(job: &Job) -> String {
+    match (job.kind.as_str(), &job.to) {
+        ("move", Some(to)) if job.is_copy => format!("was stopped; the copy {to} is not whole, and of no use"),
+        ("move", Some(to)) => {
+            format!("was stopped; the disk is where it was, and its half-made copy {to} is of no use")
         }
-        false => begun,
-    };
-    show(args, &job)
+        _ => "was stopped; the disk holds what it held, and the same command goes on".to_owned(),
+    }
 }
 
 /// True for a move to an export of an NBD server.
 fn goes_to_export(new: &NewJob) -> bool {
     new.to.as_deref().is_some_and(|to| matches!(to.parse(), Ok(Locator::Nbd(_)))) && !new.mirror_only
+}
+
+/// True for a move that leaves what is below the disk where it is.
+fn leaves_parents(new: &NewJob) -> bool {
+    new.kind == "move" && new.chain.is_none() && !new.mirror_only
+}
+
+/// Says before a move which images below the disk stay behind. `layers` are the paths of its layers, the leaf first.
+fn tell_left_behind(layers: &[&Path]) {
+    let Some((disk, parents)) = layers.split_first().filter(|(_, parents)| !parents.is_empty()) else { return };
+    let names: Vec<_> = parents.iter().map(|path| printable(&path.display().to_string())).collect();
+    complain(format_args!(
+        "{}: the snapshots and other images below the disk stay behind: {}. What they show is copied into the new image, and the disk cannot go back \
+         to them at its new place. `--chain keep` takes them along, to a VHD or qcow2 image here or by `spile receive` on another host",
+        printable(&disk.display().to_string()),
+        names.join(", ")
+    ));
 }
 
 /// Says that these checkpoints do not go to an export.
@@ -160,43 +195,6 @@ fn tell_checkpoints<'a>(names: impl Iterator<Item = &'a str>) {
         complain(format_args!(
             "the checkpoints {names} go along to an export only where `spile receive` takes the disk in"
         ));
-    }
-}
-
-/// A signal that ends a command which only waits says that the server goes on with these jobs.
-pub(super) fn tell_when_ended(jobs: &[Job]) -> Result<()> {
-    let each =
-        |job: &Job| format!("the job {0} goes on: `spile jobs` shows it, `spile job {0} cancel` ends it", job.id);
-    let told: Vec<String> = jobs.iter().map(each).collect();
-    EndSignals::block()?.exit_after(move || told.iter().for_each(complain));
-    Ok(())
-}
-
-/// Shows how far the job of a server is until it is over: what it is doing, and `again`: what to do when the server does not answer.
-pub(super) fn wait_for(socket: &Path, mut job: Job, doing: &'static str, again: &str) -> Result<Job> {
-    let bar = progress_bar(job.total_bytes, doing);
-    // Many jobs are short.
-    let mut wait = LOOK_EVERY / 20;
-    while job.is_under_way() {
-        bar.set_length(job.total_bytes);
-        bar.set_position(job.done_bytes);
-        std::thread::sleep(wait);
-        wait = LOOK_EVERY.min(wait * 2);
-        job = ask(socket, "GET", &format!("/v1/jobs/{}", job.id), LOOK_PATIENCE).map_err(|error| error.hint(again))?;
-    }
-    bar.finish_and_clear();
-    match (&job.error, job.state.as_str()) {
-        (Some(error), _) => Err(Failure { error: error.clone() }.into_error()),
-        (None, "done") => Ok(job),
-        (None, "stopped") => {
-            let what = "the job was stopped: its disk was detached, or its server has ended";
-            let hint = match job.kind.as_str() {
-                "backup" => "begin the backup anew when the disk is served again",
-                _ => "what it has done stays done, and the next server of the disk goes on with it",
-            };
-            Err(Error::new(ErrorKind::Shutdown, what).hint(hint))
-        }
-        (None, state) => Err(was_cancelled(state)),
     }
 }
 
@@ -222,6 +220,7 @@ fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
         let error = Error::new(ErrorKind::Unsupported, what).at_path(args.which.disk_path());
         return Err(error.hint("serve the disk first (spile serve); or copy it as it is: spile convert"));
     }
+    args.waiting.refuse_background()?;
     let signals = EndSignals::block()?;
     let at = existing(args.which.disk_path())?;
     let options = OpenOptions {
@@ -246,6 +245,9 @@ fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
         Box::pin(checkpoints.open(&graph)).await?;
         if goes_to_export(&new) {
             tell_checkpoints(checkpoints.names().iter().map(String::as_str));
+        }
+        if leaves_parents(&new) {
+            tell_left_behind(&graph.handles().iter().map(|layer| layer.path()).collect::<Vec<_>>());
         }
         let plan = match jobs::left(&graph).await? {
             Some(Note { plan: left, .. }) if is_meant(&left, graph.handles()[0].path(), &new) => left,
@@ -278,14 +280,9 @@ fn by_itself(args: &JobArgs, new: NewJob) -> Result<Exit> {
         return Ok(Exit::Ended(Signal::SIGINT));
     }
     if job.state == State::Cancelled.name() {
-        return Err(was_cancelled(&job.state).at_path(Path::new(&job.path)));
+        return Err(was_cancelled(&job.kind, &job.state).at_path(Path::new(&job.path)));
     }
     show(args, &job)
-}
-
-/// The error that a job did not come to its end, because its users did not want it.
-fn was_cancelled(state: &str) -> Error {
-    Error::new(ErrorKind::Shutdown, format!("the job was {state}; what it has done stays done"))
 }
 
 fn label(at: &Locator) -> String {
@@ -316,7 +313,7 @@ fn go_on_with(left: Option<Note>, asked: Plan) -> Plan {
 /// True when `left`, which was begun before with the disk at `disk`, is what is asked for now.
 fn is_meant(left: &Plan, disk: &Path, new: &NewJob) -> bool {
     let is_layer = |merged: &Path| match &new.layer {
-        Some(name) => is_called(merged, name),
+        Some(name) => is_called(disk, merged, name),
         None => merged.file_name() == disk.file_name(),
     };
     new.kind == left.kind()
@@ -331,7 +328,7 @@ fn is_meant(left: &Plan, disk: &Path, new: &NewJob) -> bool {
 /// Shows how far `job` is until it is over: then the other end of `ending` goes. A signal has it stop at its next piece.
 fn watch(job: &Arc<DiskJob>, signals: EndSignals, ending: &Receiver<Arc<DiskJob>>) {
     let stopped = job.clone();
-    signals.on_first(move |_| stopped.job().stop());
+    signals.on_first_whole(move |_| stopped.job().stop());
     let bar = progress_bar(0, "moving");
     while matches!(ending.recv_timeout(LOOK_EVERY), Err(RecvTimeoutError::Timeout)) {
         let report = job.job().report();

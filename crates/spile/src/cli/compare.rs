@@ -29,10 +29,10 @@ pub struct CompareArgs {
     /// The other
     b: PathBuf,
     /// The format of A, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     from: Option<Format>,
     /// The format of B, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'F', long, value_name = "FORMAT", value_parser = parse_format)]
     to: Option<Format>,
     /// Read past the page cache or through it
     #[arg(long, value_name = "direct|page", value_parser = parse_cache, default_value = "page")]

@@ -16,6 +16,7 @@ use spile_server::serving::api::types::{Detached, Disk, DiskDetail, DiskList, Fa
 use spile_store::CacheMode;
 use utoipa::ToSchema;
 
+use super::trouble::policy_text;
 use super::{Exit, existing, limit, on_engine, parse_format, print_json, printable, say, say_lines, shape, space};
 use crate::disks::{self, DiskSpec, split_commas};
 use crate::log;
@@ -25,7 +26,7 @@ use crate::uri::Address;
 /// List the disks that are served on this host
 ///
 /// Every server has a control socket in /run/spile ($XDG_RUNTIME_DIR/spile without root; $SPILE_RUN_DIR names another
-/// folder). Sockets of servers that have ended are passed over.
+/// folder). A socket without a server is one of a server that was killed: it is named below the list.
 #[derive(Debug, Args)]
 pub struct LsArgs {
     /// Only the disks of this server: the path of its control socket, its name in the folder, or one of its disks
@@ -51,7 +52,7 @@ pub(super) struct Which {
     /// The disk: its name, the path of its image, or the control socket of its server
     disk: String,
     /// With a control socket: the disk's name there, if it is not the first disk
-    #[arg(long, value_name = "NAME")]
+    #[arg(long = "disk", value_name = "NAME", alias = "name")]
     name: Option<String>,
 }
 
@@ -102,11 +103,11 @@ pub struct DetachArgs {
 pub struct ResizeArgs {
     #[command(flatten)]
     which: Which,
-    /// The new size
-    #[arg(value_parser = parse_size)]
-    size: u64,
+    /// The new size; with a + in front, by how much the disk grows
+    #[arg(value_name = "[+]SIZE", value_parser = parse_new_size)]
+    size: NewSize,
     /// The format of a disk that is not served, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     /// Make the disk shorter, if all that lies behind the new end is zero
     #[arg(long)]
@@ -126,6 +127,34 @@ pub struct ResizeArgs {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
+}
+
+/// What size a disk is to have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum NewSize {
+    /// So many bytes.
+    Of(u64),
+    /// So many bytes more than it has.
+    More(u64),
+}
+
+fn parse_new_size(text: &str) -> Result<NewSize, String> {
+    match text.strip_prefix('+') {
+        Some(more) => parse_size(more).map(NewSize::More),
+        None => parse_size(text).map(NewSize::Of),
+    }
+}
+
+impl NewSize {
+    /// The size in bytes of a disk that has `old` bytes.
+    fn of(self, old: u64) -> Result<u64> {
+        match self {
+            Self::Of(size) => Ok(size),
+            Self::More(more) => {
+                old.checked_add(more).ok_or_else(|| Error::new(ErrorKind::InvalidInput, "no disk is that large"))
+            }
+        }
+    }
 }
 
 /// A disk of another size.
@@ -155,26 +184,33 @@ impl Which {
 
     /// The server's control socket and the disk's name.
     pub(super) fn find(&self) -> Result<(PathBuf, String)> {
-        let path = Path::new(&self.disk);
-        if !discovery::is_socket(path) {
-            return match &self.name {
-                Some(_) => Err(no_server(path)),
-                None => discovery::find_disk(&self.disk),
-            };
-        }
-        let disks = discovery::disks_of(path)?;
-        let is_meant = |disk: &&Disk| match &self.name {
-            Some(name) => disk.name == *name || disk.exports.iter().any(|export| export.name == *name),
-            None => true,
-        };
-        let found = disks.iter().find(is_meant).map(|disk| (path.to_owned(), disk.name.clone()));
-        found.ok_or_else(|| {
-            let known: Vec<_> = disks.iter().map(|disk| format!("{:?}", disk.name)).collect();
-            let name = self.name.clone().unwrap_or_default();
-            Error::new(ErrorKind::NotFound, format!("no disk is exported as {name:?}"))
-                .hint(format!("the disks are {}", known.join(", ")))
-        })
+        find_named(&self.disk, self.name.as_deref())
     }
+}
+
+/// The server's control socket and the disk's name, of `disk`: a name, the path of an image, or that of a control socket, with the disk's `name` there.
+///
+/// # Errors
+/// As [`discovery::find_disk`].
+pub(super) fn find_named(disk: &str, name: Option<&str>) -> Result<(PathBuf, String)> {
+    let path = Path::new(disk);
+    if !discovery::is_socket(path) {
+        return match name {
+            Some(_) => Err(no_server(path)),
+            None => discovery::find_disk(disk),
+        };
+    }
+    let disks = discovery::disks_of(path)?;
+    let is_meant = |disk: &&Disk| match name {
+        Some(name) => disk.name == name || disk.exports.iter().any(|export| export.name == name),
+        None => true,
+    };
+    let found = disks.iter().find(is_meant).map(|disk| (path.to_owned(), disk.name.clone()));
+    found.ok_or_else(|| {
+        let known: Vec<_> = disks.iter().map(|disk| format!("{:?}", disk.name)).collect();
+        let what = format!("no disk is exported as {:?}", name.unwrap_or_default());
+        Error::new(ErrorKind::NotFound, what).hint(format!("the disks are {}", known.join(", ")))
+    })
 }
 
 fn no_server(path: &Path) -> Error {
@@ -215,6 +251,9 @@ pub fn ls(args: &LsArgs) -> Result<Exit> {
     disks.iter().filter_map(goes_back).for_each(say);
     disks.iter().filter_map(waits_for).for_each(say);
     disks.iter().filter_map(lacks_memory).for_each(say);
+    if args.server.is_none() {
+        discovery::ended()?.iter().map(|socket| has_ended(socket)).for_each(say);
+    }
     for (disk, failed) in disks.iter().filter_map(|disk| Some((disk, disk.failed_sync.as_ref()?))) {
         say(format_args!("{}: every flush fails: {}", disk.name, failed.message));
     }
@@ -227,6 +266,18 @@ fn state_of(disk: &Disk) -> String {
         0 => disk.state.clone(),
         _ => format!("{}, limited", disk.state),
     }
+}
+
+/// A line for a server that was killed, by the socket that it has left.
+fn has_ended(socket: &Path) -> String {
+    let name = socket.file_stem().unwrap_or_default().to_string_lossy();
+    let socket = socket.display().to_string();
+    format!(
+        "{}: its server has ended without an end in order, as by kill -9: a guest that it had waits for the next one; start it again (or remove {}, \
+         if nobody is to serve the disk)",
+        printable(&name),
+        printable(&socket)
+    )
 }
 
 /// A line for a disk that is paused.
@@ -298,8 +349,7 @@ pub fn show(args: &ShowArgs) -> Result<Exit> {
     let access = if disk.read_only { ", read-only" } else { "" };
     say(format_args!("{}: {} {}{access}", disk.name, format_size(disk.virtual_size_bytes), disk.format));
     say(format_args!("server: {}", disk.server));
-    let at_most = disk.pause_at_most_s.map_or(String::new(), |time_s| format!(", for at most {time_s} s"));
-    say(format_args!("on error: {}{at_most}", disk.on_error));
+    say(policy_text(&disk.on_error, disk.pause_at_most_s));
     say(format_args!("shape: {}", shape::describe(disk)));
     limit::lines(&disk.limits).into_iter().for_each(say);
     is_paused(disk).into_iter().for_each(say);
@@ -434,7 +484,7 @@ fn resize_served(args: &ResizeArgs, (socket, name): (PathBuf, String)) -> Result
         return Err(Error::new(ErrorKind::Busy, what).hint(format!("detach {name:?} first, or end its server")));
     }
     let DiskDetail { disk: before, .. } = ask(&socket, "GET", &path_of(&name), LOOK_PATIENCE)?;
-    let body = json!({ "virtual_size_bytes": args.size });
+    let body = json!({ "virtual_size_bytes": args.size.of(before.virtual_size_bytes)? });
     let DiskDetail { disk, .. } = typed(call(&socket, "PATCH", &path_of(&name), Some(&body), CHANGE_PATIENCE)?)?;
     Ok(Resized {
         disk: Some(disk.name),
@@ -446,7 +496,7 @@ fn resize_served(args: &ResizeArgs, (socket, name): (PathBuf, String)) -> Result
 
 /// Resizes a disk that no server has. The image is locked meanwhile, so nobody else has it open.
 fn resize_file(args: &ResizeArgs) -> Result<Resized> {
-    let (at, size) = (existing(Path::new(&args.which.disk))?, args.size);
+    let (at, new_size) = (existing(Path::new(&args.which.disk))?, args.size);
     let (shrinks, discards) = (args.shrink, args.discard);
     let options = OpenOptions {
         format: args.format,
@@ -460,6 +510,7 @@ fn resize_file(args: &ResizeArgs) -> Result<Resized> {
         let checkpoints = Checkpoints::none(Access::default());
         checkpoints.open(&disk).await?;
         let old = disk.info().size_bytes;
+        let size = new_size.of(old)?;
         let refuse = |what: String, hint: &str| {
             Err(Error::new(ErrorKind::InvalidInput, what).at_path(Path::new(&disks::label(&at))).hint(hint))
         };

@@ -58,10 +58,10 @@ pub struct ConvertArgs {
     /// overwrite; or - for stdout
     dst: PathBuf,
     /// The format of SRC, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     from: Option<Format>,
     /// The format of DST, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'O', long, value_name = "FORMAT", value_parser = parse_format)]
     to: Option<Format>,
     /// The kind of DST's format, where it has several: a VHD is dynamic unless this says fixed
     #[arg(long, value_name = "KIND", value_parser = parse_subformat)]

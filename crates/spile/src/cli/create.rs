@@ -31,21 +31,24 @@ use crate::units::{format_size, parse_size};
 pub struct CreateArgs {
     /// The file to make; it must not exist
     disk: PathBuf,
-    /// The size of the disk, such as 20G; a child's is its parent's unless given
-    #[arg(long, value_parser = parse_size, required_unless_present = "parent")]
+    /// The size of the disk, such as 20G; a child's is its parent's unless given. The same as --size
+    #[arg(value_name = "SIZE", value_parser = parse_size, required_unless_present_any = ["parent", "size"])]
+    of_size: Option<u64>,
+    /// The size of the disk
+    #[arg(long, value_parser = parse_size, conflicts_with = "of_size")]
     size: Option<u64>,
     /// The format, instead of what the extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     /// The kind of the format, where it has several: a VHD is dynamic (takes space as it is written) unless this says
     /// fixed (as long as the disk, readable as raw)
     #[arg(long, value_name = "KIND", value_parser = parse_subformat)]
     subformat: Option<String>,
     /// The disk that the new one is a child of
-    #[arg(long, value_name = "DISK")]
+    #[arg(short = 'b', long, value_name = "DISK")]
     parent: Option<PathBuf>,
     /// The parent's format, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format, requires = "parent")]
+    #[arg(short = 'F', long, value_name = "FORMAT", value_parser = parse_format, requires = "parent")]
     parent_format: Option<Format>,
     /// Take all of the disk's space at once (a raw file, a VHD with --subformat fixed, or a qcow2): falloc unless it says
     /// full, which writes zeroes. Of a qcow2, metadata gives each cluster its place and takes no space for data
@@ -85,6 +88,12 @@ pub struct Created {
     data_file: Option<String>,
 }
 
+impl CreateArgs {
+    fn size(&self) -> Option<u64> {
+        self.size.or(self.of_size)
+    }
+}
+
 /// Runs `spile create`.
 ///
 /// # Errors
@@ -94,6 +103,7 @@ pub fn run(args: &CreateArgs) -> Result<Exit> {
         let error = Error::new(ErrorKind::Unsupported, "an NBD export cannot be created from here").at_path(&args.disk);
         return Err(error.hint("create the disk on its server, or overwrite an export by spile convert"));
     }
+    refuse_missing_folder(&args.disk)?;
     let format = Format::of(&args.disk, args.format)?;
     let mut kind = args.kind.choose(format)?;
     let takes = args.preallocate.or(kind.preallocate).unwrap_or(Preallocate::Off);
@@ -102,17 +112,17 @@ pub fn run(args: &CreateArgs) -> Result<Exit> {
         kind.place_all();
     }
     let data_file = DataFile::asked(args, format, &kind)?;
-    let mut new = kind.image(args.size.unwrap_or(0), args.subformat.clone());
+    let mut new = kind.image(args.size().unwrap_or(0), args.subformat.clone());
     new.options.data_file = data_file.as_ref().map(|file| file.named.clone());
     let (path, no_lock) = (args.disk.clone(), args.parents.no_lock);
     let size_bytes = match &args.parent {
         Some(parent) => {
             let (parent, options) = (parent.clone(), args.parents.read_only(args.parent_format));
             let data_file = data_file.clone();
-            let child = Child { path, format, size_bytes: args.size, like: new, data_file, takes, parent, options };
+            let child = Child { path, format, size_bytes: args.size(), like: new, data_file, takes, parent, options };
             on_engine(move || async move { child.create().await })?
         }
-        None if args.size.is_some() => {
+        None if args.size().is_some() => {
             let size_bytes = new.size_bytes;
             let data_file = data_file.clone();
             on_engine(
@@ -167,6 +177,7 @@ impl DataFile {
 /// `Exists` when there is something at the path; `InvalidInput` for what the format does not have; `Unsupported` or
 /// `Denied` where the file cannot be locked, unless `no_lock` says so; the system's.
 pub async fn make(path: &Path, format: Format, new: &NewImage, no_lock: bool) -> Result<HalfMade> {
+    refuse_missing_folder(path)?;
     check_new_name(path)?;
     format.check_new(new)?;
     if path.symlink_metadata().is_ok() {
@@ -202,6 +213,19 @@ pub fn give_name(half: HalfMade, path: &Path) -> Result<()> {
 fn taken(path: &Path) -> Error {
     let error = Error::new(ErrorKind::Exists, "there is a file of this name already").at_path(path);
     error.hint("remove it or choose another name")
+}
+
+/// Refuses what is written as a folder, with a slash at its end, and is none that is there.
+///
+/// # Errors
+/// `NotFound`.
+pub fn refuse_missing_folder(place: &Path) -> Result<()> {
+    use std::os::unix::ffi::OsStrExt as _;
+    if place.as_os_str().as_bytes().ends_with(b"/") && !place.is_dir() {
+        let error = Error::new(ErrorKind::NotFound, "there is no such folder").at_path(place);
+        return Err(error.hint("make it first (mkdir -p), or leave the / at its end out to make a file of this name"));
+    }
+    Ok(())
 }
 
 /// Refuses to make a file whose name no line can show, and no note of a job can hold.

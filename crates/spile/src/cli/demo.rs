@@ -199,6 +199,7 @@ fn start(path: &Path, dir: &Path) -> Result<Running> {
     let export = Export {
         name: String::new(),
         description: "demo".to_owned(),
+        disk_name: "demo".to_owned(),
         disk: disk.clone(),
         read_only: false,
         checkpoints: None,

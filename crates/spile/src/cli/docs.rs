@@ -10,9 +10,11 @@ use clap_mangen::roff::{Roff, bold, roman};
 use spile_core::{Error, Result, ResultExt};
 
 use super::help::{self, Ending};
-use super::{Exit, say_lines};
+use super::{Exit, complete, say_lines};
 
 /// Print shell completions on stdout
+///
+/// Those of bash, zsh and fish also offer the names of disks, snapshots, checkpoints and jobs that there are when they are asked.
 #[derive(Debug, Args)]
 pub struct CompletionsArgs {
     /// The shell
@@ -34,7 +36,8 @@ pub struct ManArgs {
 pub fn completions(args: &CompletionsArgs) -> Result<Exit> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut help::command(), "spile", &mut script);
-    say_lines(String::from_utf8_lossy(&script).trim_end());
+    let names = complete::names_in(args.shell);
+    say_lines(&format!("{}{names}", String::from_utf8_lossy(&script).trim_end()));
     Ok(Exit::Ok)
 }
 

@@ -79,7 +79,15 @@ impl ErrorFormat {
     /// Ends a command line that was not understood, or that asked for help or the version.
     pub fn usage(self, error: &clap::Error) -> ExitCode {
         let plain = error.to_string();
-        if !error.use_stderr() || self == Self::Text && printable_lines(&plain) == plain {
+        if !error.use_stderr() {
+            // The answer to --help or --version: it is lost when it cannot be written, unless nobody wants more of it.
+            if let Err(failed) = error.print().and_then(|()| std::io::stdout().flush())
+                && failed.kind() != std::io::ErrorKind::BrokenPipe
+            {
+                self.complain(&Error::io("cannot write to stdout", failed));
+                return ExitCode::FAILURE;
+            }
+        } else if self == Self::Text && printable_lines(&plain) == plain {
             // When nobody reads it, it is lost.
             let _ = error.print();
         } else if self == Self::Text {

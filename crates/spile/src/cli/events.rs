@@ -7,13 +7,14 @@ use std::time::Duration;
 use clap::Args;
 use spile_core::{ErrorKind, Result, format_size};
 use spile_server::serving::api::client::{LOOK_PATIENCE, ask};
-use spile_server::serving::api::discovery::{self, find_disk};
+use spile_server::serving::api::discovery;
 use spile_server::serving::events::{DiskEvent, EventList, What, now_us};
 
 use super::Exit;
+use super::control::find_named;
 use super::say::{put_json, put_lines};
 use crate::log::{complain, printable};
-use crate::units::format_us;
+use crate::units::format_age;
 
 /// How long a server waits for an event before it answers that there is none.
 const WAIT: Duration = Duration::from_secs(60);
@@ -24,8 +25,11 @@ const WAIT: Duration = Duration::from_secs(60);
 /// that makes a device longer when its thin disk wants that, or one that tells an operator. What a disk is in now, `spile show` says.
 #[derive(Debug, Args)]
 pub struct EventsArgs {
-    /// The disk: its name, or the path of its image; all disks of this host's servers when left out
+    /// The disk: its name, or the path of its image; or the control socket of a server, for all of its disks; all disks of this host's servers when left out
     disk: Option<String>,
+    /// With a control socket: only the disk of this name there
+    #[arg(long = "disk", value_name = "NAME", alias = "name", requires = "disk")]
+    of_server: Option<String>,
     /// Go on with the events that come
     #[arg(long, short)]
     follow: bool,
@@ -40,8 +44,11 @@ pub struct EventsArgs {
 /// When there is no such disk, or a server does not answer.
 pub fn run(args: &EventsArgs) -> Result<Exit> {
     let (sockets, disk): (Vec<PathBuf>, _) = match &args.disk {
+        Some(socket) if discovery::is_socket(Path::new(socket)) && args.of_server.is_none() => {
+            (vec![socket.into()], None)
+        }
         Some(disk) => {
-            let (socket, name) = find_disk(disk)?;
+            let (socket, name) = find_named(disk, args.of_server.as_deref())?;
             (vec![socket], Some(name))
         }
         None => (discovery::servers()?.into_iter().map(|(socket, _)| socket).collect(), None),
@@ -103,7 +110,7 @@ fn show(event: &DiskEvent, json: bool) -> Result<()> {
     if json {
         return tell(put_json(event)?);
     }
-    let ago = format_us(now_us().saturating_sub(event.at_unix_us) as f64);
+    let ago = format_age(now_us().saturating_sub(event.at_unix_us) / 1_000_000);
     let disk = event.disk.as_deref().unwrap_or("-");
     tell(put_lines(printable(&format!("{ago} ago  {disk}: {}", text(&event.what))))?)
 }

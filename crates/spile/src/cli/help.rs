@@ -225,34 +225,35 @@ pub const ENDINGS: &[Ending] = &[
         command: "coalesce",
         codes: &[ENDED],
         examples: &[
-            ("spile coalesce disk --wait", "the disk's own image goes into its parent"),
+            ("spile coalesce disk", "the disk's own image goes into its parent"),
             ("spile coalesce disk --layer monday", "the snapshot monday goes into its parent"),
             ("spile coalesce disk.vhd --rate 50M", "50 MiB in a second at most"),
+            ("spile coalesce disk --background", "returns at once; `spile jobs` shows how far it is"),
         ],
         notes: &[],
     },
     Ending {
         command: "flatten",
         codes: &[ENDED],
-        examples: &[("spile flatten disk --wait", "afterwards the disk needs no parent")],
+        examples: &[("spile flatten disk", "afterwards the disk needs no parent")],
         notes: &[],
     },
     Ending {
         command: "move",
         codes: &[ENDED],
         examples: &[
-            ("spile move disk --to /new/array --wait", "its guest goes on, and does not notice"),
+            ("spile move disk --to /new/array", "its guest goes on, and does not notice"),
             ("spile move disk --to /new/array/disk.raw --rate 200M", "as a raw image, 200 MiB in a second at most"),
-            ("spile move disk --to nbds://host2/vm1.vhd --wait", "to another host, where spile receive takes it in"),
+            ("spile move disk --to nbds://host2/vm1.vhd", "to another host, where spile receive takes it in"),
             (
                 "spile move disk.vhd --to /new/array --delete-source",
                 "a disk that no server has; only a note stays behind",
             ),
         ],
         notes: &["\
-Until the disk is handed over, `spile job ID cancel` leaves it where it is. So
-does Ctrl-C when no server has the disk; with a server it only ends the wait,
-says so, and the move goes on."],
+Until the disk is handed over, Ctrl-C and `spile job ID cancel` leave it where
+it is. With --background the command returns at once, and so it does with
+--mirror-only, whose copy ends only when `spile job ID finish` says so."],
     },
     Ending {
         command: "receive",
@@ -284,13 +285,13 @@ says so, and the move goes on."],
         command: "backup",
         codes: &[ENDED],
         examples: &[
-            ("spile backup disk /backup/monday.vhd --wait", "a disk of a server, whose guest goes on"),
-            ("spile backup boot data /backup/monday --wait", "two disks of a server, of one moment, in a folder"),
-            ("spile backup disk nbds://backup.example/monday --manifest m.json --wait", "on an export of another host"),
-            ("spile backup disk sun.vhd --checkpoint sunday --wait", "in full; the moment has a name"),
-            ("spile backup disk mon.vhd --since sunday --parent sun.vhd --wait", "what has changed since"),
+            ("spile backup disk /backup/monday.vhd", "a disk of a server, whose guest goes on"),
+            ("spile backup boot data /backup/monday", "two disks of a server, of one moment, in a folder"),
+            ("spile backup disk nbds://backup.example/monday --manifest m.json", "on an export of another host"),
+            ("spile backup disk sun.vhd --checkpoint sunday", "in full; the moment has a name"),
+            ("spile backup disk mon.vhd --since sunday --parent sun.vhd", "what has changed since"),
             ("spile backup disk.vhd disk.raw", "a disk that no server has"),
-            ("spile backup disk latest.vhd --overwrite --wait", "in the place of an older one"),
+            ("spile backup disk latest.vhd --overwrite", "in the place of an older one"),
         ],
         notes: &[JSON],
     },

@@ -22,7 +22,7 @@ use super::revert::file_at;
 use super::snapshot::find;
 use super::{Exit, ParentArgs, on_engine, parse_format, print_json, printable, say, say_lines};
 use crate::disks;
-use crate::units::{format_size, format_us};
+use crate::units::{format_age, format_size};
 
 /// List, make, apply or delete snapshots inside a qcow2 image
 ///
@@ -52,7 +52,7 @@ pub struct InternalSnapshotArgs {
     #[arg(long, conflicts_with_all = ["list", "create"])]
     id: bool,
     /// The disk's format, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     /// Also of a disk that an image in its folder names as its parent. --apply changes what that child shows
     #[arg(long, conflicts_with = "list")]
@@ -208,9 +208,11 @@ fn print_list(found: &InternalSnapshots) {
     table.set_header(["ID", "NAME", "AGE", "DISK", "MACHINE STATE"]);
     let now_unix_s = OsEnv.now_unix_s();
     for one in &found.snapshots {
-        let age_s = now_unix_s.saturating_sub(one.taken_unix_s.into());
-        // The moment is known to the second.
-        let age = if age_s == 0 { "under 1 s".to_owned() } else { format_us(age_s as f64 * 1e6) };
+        let age = match u64::from(one.taken_unix_s) {
+            // Some programs do not note it.
+            0 => "-".to_owned(),
+            taken_unix_s => format_age(now_unix_s.saturating_sub(taken_unix_s)),
+        };
         let disk = one.disk_bytes.map_or("not said".to_owned(), format_size);
         let state = if one.guest_state_bytes == 0 { "none".to_owned() } else { format_size(one.guest_state_bytes) };
         table.add_row([printable(&one.id), printable(&one.name), age, disk, state]);

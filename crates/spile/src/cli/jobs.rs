@@ -23,7 +23,7 @@ use super::revert::is_same_file;
 use super::{Exit, existing, on_engine, parse_format, print_json, say, say_lines};
 use crate::disks;
 use crate::log::{self, complain, printable};
-use crate::units::format_size;
+use crate::units::{format_age, format_rate, format_size};
 
 /// List the jobs of this host: merges, flattens, moves and backups, how far they are, and those of servers that have ended
 ///
@@ -55,7 +55,7 @@ pub struct JobArgs {
     #[arg(value_name = "SIZE|none", value_parser = parse_limit, required_if_eq("order", "rate"))]
     rate: Option<u64>,
     /// The format of a disk that no server has, instead of what the extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     /// Follow parents of a disk that no server has into this folder, too (may be given several times)
     #[arg(long, value_name = "DIR")]
@@ -102,7 +102,7 @@ pub fn jobs(args: &JobsArgs) -> Result<Exit> {
     let mut table = fitting_table();
     table.set_header(["JOB", "KIND", "DISK", "STATE", "DONE", "OF", "RATE", "LEFT"]);
     for job in &jobs {
-        let left = job.eta_s.filter(|_| job.state == "running").map_or(String::new(), |left_s| format!("{left_s} s"));
+        let left = job.eta_s.filter(|_| job.state == "running").map_or(String::new(), format_age);
         let row = [
             job.id.clone(),
             job.kind.clone(),
@@ -110,7 +110,7 @@ pub fn jobs(args: &JobsArgs) -> Result<Exit> {
             job.state.clone(),
             format_size(job.done_bytes),
             format_size(job.total_bytes),
-            format!("{}/s", format_size(job.bytes_per_s)),
+            format_rate(job.bytes_per_s as f64),
             left,
         ];
         table.add_row(row.map(|text| printable(&text)));

@@ -15,7 +15,7 @@ use utoipa::ToSchema;
 use super::control::{Which, path_of};
 use super::{Exit, print_json, printable, say};
 use crate::limits::{parse_bps, parse_iops};
-use crate::units::{format_size, format_us, parse_duration};
+use crate::units::{format_limit, format_us, parse_duration};
 
 /// Limit how many requests and bytes of a disk may pass in a second
 ///
@@ -175,7 +175,7 @@ pub(super) fn lines(limits: &DiskLimits) -> Vec<String> {
 fn describe(limits: &Limits) -> String {
     let of = |who: &str, iops: Option<u64>, bps: Option<u64>| {
         let iops = iops.map(|iops| format!("{who}{iops} requests/s"));
-        let bps = bps.map(|bps| format!("{who}{}/s", format_size(bps)));
+        let bps = bps.map(|bps| format!("{who}{}", format_limit(bps)));
         iops.into_iter().chain(bps)
     };
     let all = of("", limits.iops, limits.bps);
@@ -202,7 +202,7 @@ mod tests {
             ..DiskLimits::default()
         };
         let wanted = [
-            "limits: 500 requests/s, writes 5 MiB/s; bursts of 500 ms",
+            "limits: 500 requests/s, writes 5M (5.24 MB/s); bursts of 500 ms",
             "group g, shared by 2 disk(s): none",
             "delayed: 3 request(s), 1.50 s in all; 0 wait now",
         ];

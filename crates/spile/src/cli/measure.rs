@@ -24,7 +24,7 @@ pub struct MeasureArgs {
     #[arg(required_unless_present = "size")]
     src: Option<PathBuf>,
     /// The format that it would have
-    #[arg(long, visible_alias = "format", value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'O', long, visible_alias = "format", value_name = "FORMAT", value_parser = parse_format)]
     to: Format,
     /// The kind of that format, where it has several
     #[arg(long, value_name = "KIND", value_parser = parse_subformat)]
@@ -35,7 +35,7 @@ pub struct MeasureArgs {
     #[arg(long, value_parser = parse_size)]
     size: Option<u64>,
     /// The format of SRC, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     from: Option<Format>,
     #[command(flatten)]
     read: ReadArgs,

@@ -8,6 +8,7 @@ mod check;
 mod checkpoint;
 mod coalesce;
 mod compare;
+mod complete;
 mod control;
 mod convert;
 mod copy;
@@ -45,6 +46,7 @@ mod served;
 mod shape;
 mod slow;
 mod snapshot;
+mod snapshots;
 mod space;
 mod stat;
 mod stream;
@@ -53,6 +55,7 @@ mod trace;
 mod tree;
 mod trouble;
 mod tune;
+mod waiting;
 mod xen_backend;
 mod xen_lab;
 mod xen_place;
@@ -97,7 +100,9 @@ enum Command {
     Compare(compare::CompareArgs),
     Measure(measure::MeasureArgs),
     Serve(Box<serve::ServeArgs>),
+    #[command(visible_alias = "list")]
     Ls(control::LsArgs),
+    #[command(visible_alias = "status")]
     Show(control::ShowArgs),
     Stat(stat::StatArgs),
     Top(top::TopArgs),
@@ -124,6 +129,7 @@ enum Command {
     Revert(revert::RevertArgs),
     Rebase(rebase::RebaseArgs),
     Amend(Box<amend::AmendArgs>),
+    #[command(visible_alias = "rm")]
     Delete(revert::DeleteArgs),
     InternalSnapshot(internal_snapshot::InternalSnapshotArgs),
     Checkpoint(checkpoint::CheckpointArgs),
@@ -151,6 +157,8 @@ enum Command {
     Demo(demo::DemoArgs),
     Schema(schema::SchemaArgs),
     Completions(docs::CompletionsArgs),
+    #[command(hide = true)]
+    CompleteNames(complete::CompleteNamesArgs),
     Man(docs::ManArgs),
 }
 
@@ -222,6 +230,7 @@ pub fn run() -> ExitCode {
         Command::Demo(args) => demo::run(args),
         Command::Schema(args) => schema::run(args),
         Command::Completions(args) => docs::completions(args),
+        Command::CompleteNames(args) => complete::run(args),
         Command::Man(args) => docs::man(args),
     };
     match result {
@@ -265,7 +274,7 @@ fn with_folder(error: Error) -> Error {
 #[derive(Debug, Args)]
 struct OpenArgs {
     /// The format, instead of what the extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     #[command(flatten)]
     read: ReadArgs,

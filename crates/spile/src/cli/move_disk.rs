@@ -8,12 +8,14 @@ use spile_image::Format;
 use spile_server::serving::api::types::{Job, NewJob};
 
 use super::coalesce::{self, JobArgs};
+use super::create::refuse_missing_folder;
 use super::{Exit, parse_format, say};
 use crate::units::{format_size, format_us};
 
 /// Move a disk to another place while guests use it
 ///
-/// What the disk holds is copied into a new image, with all that its parents show, or over copies of these (--chain keep); what guests change meanwhile is copied again, until next to
+/// What the disk holds is copied into a new image, with all that its parents show, or over copies of these (--chain keep): without that its snapshots stay
+/// where they are, and the disk cannot go back to them any more. What guests change meanwhile is copied again, until next to
 /// nothing is missing. Then requests wait for a moment, and guests go on with the new image. From then on there is no image at the old
 /// path any more: the old one is called NAME.moved.EXTENSION, and a server that is started with the old path is told where the disk is. Change
 /// the server's command line or configuration to the new path before it is started anew. Until the disk is handed over, nothing
@@ -27,7 +29,7 @@ pub struct MoveArgs {
     #[arg(long, value_name = "TARGET")]
     to: PathBuf,
     /// The format of the new image [default: what the extension says]
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'O', long, value_name = "FORMAT", value_parser = parse_format)]
     to_format: Option<Format>,
     /// What becomes of the disk's parents: `flatten` has the new image hold all that they show; `keep` copies them, too, as files of their own, beside the
     /// new image: to a path on this host, or to `spile receive` on another one
@@ -62,6 +64,7 @@ pub fn run(args: &MoveArgs) -> Result<Exit> {
     let to = match crate::disks::locate(&args.to)? {
         Locator::Path(path) => {
             refuse_host(&path)?;
+            refuse_missing_folder(&path)?;
             text(&std::path::absolute(&path).map_err(|e| Error::io("cannot be found", e).at_path(&path))?)?
         }
         other => other.to_string(),

@@ -34,7 +34,7 @@ impl Due {
 
 /// Shows how far work on `total_bytes` is; on a terminal also how long it takes still. `what` is done: `moving`.
 pub(super) fn progress_bar(total_bytes: u64, what: &'static str) -> Progress {
-    let template = "{msg} {wide_bar} {binary_bytes} of {binary_total_bytes} {binary_bytes_per_sec}, {eta} left";
+    let template = "{msg} {wide_bar} {binary_bytes} of {binary_total_bytes} {decimal_bytes_per_sec}, {eta} left";
     let style =
         indicatif::ProgressStyle::with_template(template).unwrap_or_else(|_| indicatif::ProgressStyle::default_bar());
     let bar = indicatif::ProgressBar::new(total_bytes).with_style(style).with_message(what);
@@ -69,7 +69,9 @@ impl Progress {
         let Some(due) = &self.due else { return };
         if due.lock().unwrap_or_else(PoisonError::into_inner).is_now(Instant::now()) {
             let of = self.bar.length().map_or(String::new(), |total| format!(" of {}", format_size(total)));
-            complain(format_args!("{}: {}{of}", self.what, format_size(self.bar.position())));
+            let left_s = self.bar.eta().as_secs();
+            let left = if left_s > 0 { format!(", {left_s} s left") } else { String::new() };
+            complain(format_args!("{}: {}{of}{left}", self.what, format_size(self.bar.position())));
         }
     }
 }

@@ -35,7 +35,7 @@ pub struct RebaseArgs {
     /// The disk, by its path
     disk: PathBuf,
     /// The new parent
-    #[arg(long, value_name = "PARENT")]
+    #[arg(short = 'b', long, value_name = "PARENT")]
     parent: PathBuf,
     /// Only compare, and change nothing
     #[arg(long)]
@@ -45,16 +45,16 @@ pub struct RebaseArgs {
     copy: bool,
     /// Compare nothing, and do not open the old parent: for a parent that has moved and is the same. If it is not, the disk's content
     /// changes
-    #[arg(long, conflicts_with_all = ["check", "copy"])]
+    #[arg(short = 'u', long, conflicts_with_all = ["check", "copy"])]
     trust: bool,
     /// With --trust: the parent may have another UUID than the old one, as when it was restored from a backup
     #[arg(long, requires = "trust")]
     other_uuid: bool,
     /// The disk's format, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     /// The new parent's format, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'F', long, value_name = "FORMAT", value_parser = parse_format)]
     parent_format: Option<Format>,
     #[command(flatten)]
     parents: ParentArgs,

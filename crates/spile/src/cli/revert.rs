@@ -29,6 +29,7 @@ use utoipa::ToSchema;
 
 use super::control::path_of;
 use super::snapshot::find;
+use super::snapshots::{Of, are_several};
 use super::{Exit, ParentArgs, existing, on_engine, parse_format, print_json, say};
 use crate::disks;
 use crate::units::format_size;
@@ -42,7 +43,7 @@ use crate::units::format_size;
 pub struct RevertArgs {
     /// The disk: by its name on a server, or by its path
     disk: PathBuf,
-    /// The image to go back to: a snapshot of this disk, by its name or its path, or any other image
+    /// The image to go back to: a snapshot of this disk by its name, or any image by its path
     snapshot: PathBuf,
     /// Lose what was written to the disk since its last snapshot
     #[arg(long, group = "rest")]
@@ -54,7 +55,7 @@ pub struct RevertArgs {
     #[arg(long)]
     in_use: bool,
     /// The format of a disk that is not served, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     #[command(flatten)]
     parents: ParentArgs,
@@ -70,13 +71,15 @@ pub struct RevertArgs {
 /// use: `spile gc` merges the two, and the space is free then. The child keeps its name, and what it holds.
 #[derive(Debug, Args)]
 pub struct DeleteArgs {
-    /// The image, by its path; a snapshot also by the name that `spile snapshot --name` gave it
+    /// The image, by its path or file name; or with SNAPSHOT the disk that this is of
     disk: PathBuf,
+    /// A snapshot of DISK, by the name that `spile snapshot --name` gave it: that is deleted, and not the disk
+    snapshot: Option<PathBuf>,
     /// Keep an image after all that was marked, if `spile gc` has not begun to merge it
     #[arg(long, conflicts_with = "format")]
     undo: bool,
     /// The image's format, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     #[command(flatten)]
     parents: ParentArgs,
@@ -156,7 +159,7 @@ fn served(args: &RevertArgs, server: &Path, name: &str) -> Result<Reverted> {
     }
     let detail: DiskDetail = ask(server, "GET", &path_of(name), LOOK_PATIENCE)?;
     let leaf = detail.layers.first().map_or_else(|| PathBuf::from(&detail.disk.path), |leaf| leaf.path.clone().into());
-    let snapshot = snapshot_of(&args.snapshot, &leaf, || Ok(parents_of(&detail)))?;
+    let snapshot = snapshot_of(&args.snapshot, &leaf, &parents_of(&detail))?;
     let snapshot = std::path::absolute(&snapshot).map_err(|e| Error::io("find", e)).at_path(&snapshot)?;
     let order = json!(NewRevert {
         snapshot_path: snapshot.display().to_string(),
@@ -169,7 +172,9 @@ fn served(args: &RevertArgs, server: &Path, name: &str) -> Result<Reverted> {
 
 /// Has a disk go back that nobody serves.
 fn offline(args: &RevertArgs) -> Result<Reverted> {
-    let (at, base) = (file_at(&args.disk)?, file_at(&snapshot_of(&args.snapshot, &args.disk, || Ok(Vec::new()))?)?);
+    let at = file_at(&args.disk)?;
+    let parents = parents_in(&at, &args.parents.read_only(args.format));
+    let base = file_at(&snapshot_of(&args.snapshot, &args.disk, &parents)?)?;
     let read = args.parents.read_only(None);
     let write = OpenOptions { format: args.format, read_only: false, ..read.clone() };
     let keep = args.keep.clone();
@@ -178,14 +183,42 @@ fn offline(args: &RevertArgs) -> Result<Reverted> {
     Ok(Reverted { path: path(disk), snapshot_path: path(snapshot), kept_path: kept.map(path), trouble: None })
 }
 
-/// The image that a disk whose leaf lies at `disk` is to go back to.
-fn snapshot_of(snapshot: &Path, disk: &Path, parents: impl FnOnce() -> Result<Vec<PathBuf>>) -> Result<PathBuf> {
-    let found = named_image(snapshot, Some(disk), parents)?;
+/// The image that a disk whose leaf lies at `disk`, over `parents`, is to go back to.
+fn snapshot_of(snapshot: &Path, disk: &Path, parents: &[PathBuf]) -> Result<PathBuf> {
+    let found = Of { disk, parents }.find(snapshot, || named_image(snapshot, Some(disk), || Ok(Vec::new())))?;
     if is_same_file(disk, &found) {
         let error = Error::new(ErrorKind::InvalidInput, "this is the disk itself").at_path(&found);
         return Err(error.hint("name the snapshot that it is to go back to; `spile tree` shows them"));
     }
     Ok(found)
+}
+
+/// The parents of a disk that no server has. None where it cannot be opened: whoever opens it next says why.
+fn parents_in(at: &Locator, options: &OpenOptions) -> Vec<PathBuf> {
+    let (at, options) = (at.clone(), options.clone());
+    let layers = on_engine(move || async move { Ok(disks::open(CacheMode::Page, &at, &options).await?.layers()) });
+    layers.map_or_else(|_| Vec::new(), |layers| layers.into_iter().skip(1).map(|layer| layer.path).collect())
+}
+
+/// The image that `spile delete` is to delete.
+fn image_of(args: &DeleteArgs) -> Result<PathBuf> {
+    if let Some(snapshot) = &args.snapshot {
+        return match find(&args.disk)? {
+            Some((server, name)) => {
+                let detail: DiskDetail = ask(&server, "GET", &path_of(&name), LOOK_PATIENCE)?;
+                snapshot_of(snapshot, Path::new(&detail.disk.path), &parents_of(&detail))
+            }
+            None => {
+                let parents = parents_in(&file_at(&args.disk)?, &args.parents.read_only(args.format));
+                snapshot_of(snapshot, &args.disk, &parents)
+            }
+        };
+    }
+    // Disks that are served by this name are refused later.
+    match is_image(&args.disk) || matches!(find(&args.disk), Ok(Some(_))) {
+        true => Ok(args.disk.clone()),
+        false => named_image(&args.disk, None, served_parents),
+    }
 }
 
 /// `path` with one more extension.
@@ -226,24 +259,19 @@ fn named_image(image: &Path, disk: Option<&Path>, parents: impl FnOnce() -> Resu
     }
     if found.is_empty() && is_name {
         let name = image.to_string_lossy();
-        found = parents()?.into_iter().filter(|path| is_called(path, &name)).collect();
+        found = parents()?.into_iter().filter(|path| is_called(path, path, &name)).collect();
         found.sort_unstable();
         found.dedup();
     }
     match &found[..] {
         [] => Ok(image.to_owned()),
         [one] => Ok(one.clone()),
-        several => {
-            let names: Vec<_> = several.iter().map(|path| path.display().to_string()).collect();
-            let what = format!("several images are called {}", image.display());
-            let hint = format!("say which, by a path with a / in it: {}", names.join(", "));
-            Err(Error::new(ErrorKind::InvalidInput, what).hint(hint))
-        }
+        several => Err(are_several(&image.to_string_lossy(), several)),
     }
 }
 
 /// True for what can be an image: a file or a block device, or a link to one, which may lead nowhere.
-fn is_image(path: &Path) -> bool {
+pub(super) fn is_image(path: &Path) -> bool {
     path.symlink_metadata().is_ok_and(|stat| !stat.is_dir())
 }
 
@@ -329,11 +357,7 @@ async fn go_back_over(
 /// `Denied`, naming the child, for an image that another one needs, or when not all images of its folder could be asked; `Busy` for one that
 /// is open, or has a job that is not finished; the storage's.
 pub fn delete(args: &DeleteArgs) -> Result<Exit> {
-    // Disks that are served by this name are refused below.
-    let image = match is_image(&args.disk) || matches!(find(&args.disk), Ok(Some(_))) {
-        true => args.disk.clone(),
-        false => named_image(&args.disk, None, served_parents)?,
-    };
+    let image = image_of(args)?;
     if args.undo {
         return keep(args, &image);
     }

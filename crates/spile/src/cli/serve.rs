@@ -121,7 +121,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     workers: Option<u16>,
     /// The format of every DISK that has no format=F, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     #[command(flatten)]
     policy: PolicyArgs,

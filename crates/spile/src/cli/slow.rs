@@ -56,6 +56,7 @@ fn table(title: &str, requests: &[SlowRequest], now_us: u64) -> Table {
     for request in requests {
         let ago_us = now_us.saturating_sub(request.taken_unix_us);
         table.add_row([
+            // Those of the last minutes are shown: parts of a second matter.
             format!("{} ago", format_us(ago_us as f64)),
             format!("{}{}", request.operation, if request.failed { " (failed)" } else { "" }),
             format!("{:#x}", request.offset_bytes),

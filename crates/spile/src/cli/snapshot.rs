@@ -33,19 +33,19 @@ use crate::units::format_us;
 
 /// Make a snapshot of one disk, or of several at one point in time
 ///
-/// What the disk holds now becomes the snapshot NAME, a file beside the disk with the disk's extension, and never changes again. The disk
-/// goes on under its own path, as the snapshot's child. Guests that use it go on meanwhile, and no request fails. A disk that
+/// What the disk holds now becomes the snapshot NAME of this disk, in a file DISK-NAME beside it with its extension, and never changes again. Other disks in
+/// the folder may have snapshots of the same name. The disk goes on under its own path, as the snapshot's child. Guests that use it go on meanwhile, and no request fails. A disk that
 /// nobody serves is locked for a moment.
 #[derive(Debug, Args)]
 pub struct SnapshotArgs {
     /// The disks: by their names on a server, or by their paths. Several disks that are served must be one server's
     #[arg(required = true, value_name = "DISK")]
     disks: Vec<PathBuf>,
-    /// The snapshot's name. With several disks each has its own name in front: DISK-NAME
+    /// The snapshot's name. One that begins with the disk's name and a dash, or ends with its extension, is the name of the file
     #[arg(long)]
     name: String,
     /// The format of a disk that is not served, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     #[command(flatten)]
     parents: ParentArgs,
@@ -65,11 +65,11 @@ pub struct CloneArgs {
     parent: PathBuf,
     /// The file to make; it must not exist
     child: PathBuf,
-    /// The name of the snapshot of a parent that is served [default: PARENT-before-CHILD]
+    /// The name of the snapshot of a parent that is served [default: before-CHILD]
     #[arg(long)]
     name: Option<String>,
     /// The parent's format, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     #[command(flatten)]
     parents: ParentArgs,
@@ -351,7 +351,7 @@ fn path_of_parent(parent: &Path) -> Result<PathBuf> {
 /// The snapshot that a clone of a served disk is the child of.
 fn before(args: &CloneArgs) -> Result<Snapshot> {
     let stem = |path: &Path| path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-    let name = args.name.clone().unwrap_or_else(|| format!("{}-before-{}", stem(&args.parent), stem(&args.child)));
+    let name = args.name.clone().unwrap_or_else(|| format!("before-{}", stem(&args.child)));
     let made = make(std::slice::from_ref(&args.parent), &name, args.format, &args.parents).map_err(|error| {
         let Some(there) = error.path().filter(|_| error.kind() == ErrorKind::Exists) else { return error };
         let (there, child, more) = (there.display(), args.child.display(), args.more());

@@ -27,14 +27,14 @@ use crate::units::parse_duration;
 /// It concerns trouble that may pass: no space, an I/O error, a time-out, a lost path. With `report` the guest gets the error; with
 /// `pause` the request waits and is tried again until it succeeds, and the guest sees latency and no error. Requests that wait
 /// already obey the new order, too. It holds until the server ends; a server that takes over keeps it, whatever
-/// it is started with. `spile serve --on-error` says it from the start.
+/// it is started with. `spile serve --on-error` says it from the start. Without a policy, the present one is printed.
 #[derive(Debug, Args)]
 pub struct OnErrorArgs {
     #[command(flatten)]
     which: Which,
-    /// What to do
+    /// What to do from now on
     #[arg(value_name = "report|pause", value_parser = parse_on_error)]
-    policy: OnError,
+    policy: Option<OnError>,
     /// The longest time that a request waits before it is reported after all; 0 for ever [default: as it is]
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     pause_at_most: Option<Duration>,
@@ -101,7 +101,7 @@ pub struct AcceptLossArgs {
     #[command(flatten)]
     which: Which,
     /// The format of a disk that is not served, instead of what its extension says
-    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<Format>,
     /// Look for parents of a disk that is not served in this folder, too (may be given several times)
     #[arg(long, value_name = "DIR")]
@@ -216,16 +216,27 @@ fn marked_parents(args: &AcceptLossArgs, at: &Locator) -> Vec<(String, String)> 
 /// When there is no such disk.
 pub fn on_error(args: &OnErrorArgs) -> Result<Exit> {
     let (socket, name) = args.which.find()?;
-    let mut body = json!({ "on_error": args.policy.to_string() });
-    if let Some(time) = args.pause_at_most {
-        body["pause_at_most_s"] = time.as_secs_f64().into();
-    }
-    let DiskDetail { disk, .. } = typed(call(&socket, "PATCH", &path_of(&name), Some(&body), LOOK_PATIENCE)?)?;
-    if args.json {
-        let (on_error, pause_at_most_s) = (disk.on_error, disk.pause_at_most_s);
-        print_json(&TroublePolicy { disk: disk.name, on_error, pause_at_most_s })?;
+    let mut body = serde_json::Map::new();
+    body.extend(args.policy.map(|policy| ("on_error".to_owned(), policy.to_string().into())));
+    body.extend(args.pause_at_most.map(|time| ("pause_at_most_s".to_owned(), time.as_secs_f64().into())));
+    let is_question = body.is_empty();
+    let DiskDetail { disk, .. } = match is_question {
+        true => ask(&socket, "GET", &path_of(&name), LOOK_PATIENCE)?,
+        false => typed(call(&socket, "PATCH", &path_of(&name), Some(&body.into()), LOOK_PATIENCE)?)?,
+    };
+    let Disk { name, on_error, pause_at_most_s, .. } = disk;
+    match (args.json, is_question) {
+        (true, _) => print_json(&TroublePolicy { disk: name, on_error, pause_at_most_s })?,
+        (false, true) => say(policy_text(&on_error, pause_at_most_s)),
+        (false, false) => {}
     }
     Ok(Exit::Ok)
+}
+
+/// What is done about trouble, in words.
+pub(super) fn policy_text(on_error: &str, pause_at_most_s: Option<f64>) -> String {
+    let at_most = pause_at_most_s.map_or(String::new(), |time_s| format!(", for at most {time_s} s"));
+    format!("on error: {on_error}{at_most}")
 }
 
 /// Runs `spile resume`.

@@ -79,7 +79,7 @@ fn commands_repair_what_they_open_for_writing_and_say_so() {
         (&["map", "a.qcow2"], false),
         (&["check", "a.qcow2"], false),
         (&["convert", "a.qcow2", "copy.raw"], false),
-        (&["snapshot", "a.qcow2", "--name", "one"], true),
+        (&["snapshot", "a.qcow2", "--name", "one.qcow2"], true),
         (&["resize", "a.qcow2", "20M"], true),
         (&["amend", "a.qcow2", "--lazy-refcounts", "on"], true),
     ] {

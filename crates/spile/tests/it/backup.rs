@@ -92,7 +92,7 @@ fn a_disk_has_one_backup_at_a_time_and_one_that_is_cancelled_leaves_nothing() {
     let dir = dir.path();
     raw(dir, "busy.raw", 1);
     let mut served = serve(dir, &["busy.raw"]);
-    let made = json(dir, &["backup", "busy", "slow.raw", "--rate", "64k"]);
+    let made = json(dir, &["backup", "busy", "slow.raw", "--rate", "64k", "--background"]);
     let id = made["jobs"][0]["id"].as_str().unwrap().to_owned();
     assert_eq!(made["jobs"][0]["to"], dir.canonicalize().unwrap().join("slow.raw").to_str().unwrap());
     assert!(fails(dir, 1, &["backup", "busy", "second.raw"]).contains("has a job already"));
@@ -103,13 +103,13 @@ fn a_disk_has_one_backup_at_a_time_and_one_that_is_cancelled_leaves_nothing() {
     assert!(fails(dir, 1, &["restore", "second.raw", "busy.raw", "--onto"]).contains("in use"));
     assert_eq!(names(dir), ["busy.raw", "second.raw", "second.raw.spile-backup"]);
     // One that is at work when its server dies, or ends, leaves nothing either.
-    ok(dir, &["backup", "busy", "third.raw", "--rate", "64k"]);
+    ok(dir, &["backup", "busy", "third.raw", "--rate", "64k", "--background"]);
     served.signal(nix::sys::signal::Signal::SIGKILL);
     served.wait();
     assert_eq!(names(dir), ["busy.raw", "second.raw", "second.raw.spile-backup"]);
     fs::remove_file(dir.join("n")).unwrap();
     let served = serve(dir, &["busy.raw"]);
-    ok(dir, &["backup", "busy", "third.raw", "--rate", "64k"]);
+    ok(dir, &["backup", "busy", "third.raw", "--rate", "64k", "--background"]);
     assert!(served.terminate().success());
     assert_eq!(names(dir), ["busy.raw", "second.raw", "second.raw.spile-backup"]);
 }
@@ -128,7 +128,7 @@ fn a_disk_changes_its_images_while_it_is_backed_up() {
     ok(dir, &["snapshot", "d", "--name", "before"]);
     (1..3).for_each(|mib| write(mib << 20, 2));
     let held = [1, 2, 2, 1, 0, 0, 0, 0].map(|byte| vec![byte; 1 << 20]).concat();
-    let made = json(dir, &["backup", "d", "b.raw", "--rate", "64k"]);
+    let made = json(dir, &["backup", "d", "b.raw", "--rate", "64k", "--background"]);
     let id = made["jobs"][0]["id"].as_str().unwrap();
     (3..5).for_each(|mib| write(mib << 20, 3));
     ok(dir, &["snapshot", "d", "--name", "meanwhile"]);
@@ -146,7 +146,7 @@ fn a_disk_changes_its_images_while_it_is_backed_up() {
     // Nor does a merge keep a backup from beginning.
     ok(dir, &["snapshot", "d", "--name", "last"]);
     write(5 << 20, 5);
-    let merge = json(dir, &["coalesce", "d", "--rate", "64k"]);
+    let merge = json(dir, &["coalesce", "d", "--rate", "64k", "--background"]);
     ok(dir, &["backup", "d", "second.raw", "--wait"]);
     let now = [4, 2, 2, 3, 3, 5, 0, 0, 0].map(|byte| vec![byte; 1 << 20]).concat();
     assert!(fs::read(dir.join("second.raw")).unwrap() == now);
@@ -157,13 +157,13 @@ fn a_disk_changes_its_images_while_it_is_backed_up() {
     }
     assert_eq!(state_of(dir, id)["state"], "running");
     assert!(fails(dir, 1, &["flatten", "d"]).contains("has a job already"));
-    ok(dir, &["backup", "d", "slow.raw", "--rate", "64k"]);
+    ok(dir, &["backup", "d", "slow.raw", "--rate", "64k", "--background"]);
     let two = fails(dir, 2, &["job", "d", "cancel"]);
     assert!(two.contains("has two jobs") && two.contains(id), "{two}");
     ok(dir, &["job", id, "cancel"]);
     eventually("the merge is cancelled", || state_of(dir, id)["state"] == "cancelled");
     // Both end with the server.
-    ok(dir, &["coalesce", "d", "--rate", "64k"]);
+    ok(dir, &["coalesce", "d", "--rate", "64k", "--background"]);
     assert!(fails(dir, 1, &["backup", "d", "third.raw", "--rate", "64k"]).contains("has a job already"));
     assert!(served.terminate().success());
     assert_eq!(names(dir).iter().filter(|name| name.contains("slow")).count(), 0, "{:?}", names(dir));
@@ -381,7 +381,7 @@ fn a_full_backup_takes_the_place_of_a_file_when_it_is_whole() {
     assert!(said.contains("--overwrite"), "{said}");
     Client::connect(&served.uri()).unwrap().write(0, &[2; MIB], true).unwrap();
     // One that does not come to its end leaves the older one as it was.
-    let slow = ["backup", "place", "b.vhd", "--overwrite", "--rate", "1M"];
+    let slow = ["backup", "place", "b.vhd", "--overwrite", "--rate", "1M", "--background"];
     let id = json(dir, &slow)["jobs"][0]["id"].as_str().unwrap().to_owned();
     eventually("it copies", || state_of(dir, &id)["done_bytes"].as_u64() > Some(0));
     // Nobody else writes to what it is to take the place of.
@@ -485,7 +485,7 @@ fn a_backup_that_was_half_changed_is_known_and_the_checkpoint_of_one_that_failed
     ok(dir, &["backup", "half", "b.raw", "--checkpoint", "one", "--wait"]);
     let client = Client::connect(&served.uri()).unwrap();
     client.write(0, &vec![2; 8 * MIB], false).unwrap();
-    let slow = ["backup", "half", "b.raw", "--since", "one", "--checkpoint", "two", "--rate", "64k"];
+    let slow = ["backup", "half", "b.raw", "--since", "one", "--checkpoint", "two", "--rate", "64k", "--background"];
     let id = json(dir, &slow)["jobs"][0]["id"].as_str().unwrap().to_owned();
     let is_marked = || fs::read_to_string(dir.join("b.raw.spile-backup")).unwrap().contains("under_way");
     eventually("the older backup is marked", is_marked);
@@ -511,7 +511,7 @@ fn a_fleece_that_is_full_fails_the_backup_and_no_write() {
     let dir = dir.path();
     let before = raw(dir, "full.raw", 1);
     let served = serve(dir, &["full.raw"]);
-    let made = json(dir, &["backup", "full", "b.raw", "--rate", "64k", "--fleece-limit", "1M"]);
+    let made = json(dir, &["backup", "full", "b.raw", "--rate", "64k", "--fleece-limit", "1M", "--background"]);
     let id = made["jobs"][0]["id"].as_str().unwrap().to_owned();
     let client = Client::connect(&served.uri()).unwrap();
     let bytes = vec![2; 4 * MIB];

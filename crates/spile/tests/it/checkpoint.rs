@@ -113,7 +113,7 @@ fn what_was_written_when_a_server_is_killed_counts_as_changed() {
             if round == 1 {
                 // A plain snapshot, and another checkpoint while it works.
                 if disk.ends_with("vhd") {
-                    ok(dir, &["snapshot", "kept", "--name", "snap"]);
+                    ok(dir, &["snapshot", "kept", "--name", "snap.vhd"]);
                 }
                 ok(dir, &["checkpoint", "kept", "tuesday"]);
             }
@@ -196,14 +196,14 @@ fn what_leaves_the_content_as_it_is_changes_nothing() {
         let answer = changed(dir, "d.vhd", "a");
         assert!(answer["warning"].is_null() && blocks(&answer) == expected, "{what}: {answer}");
     };
-    ok(dir, &["snapshot", "d.vhd", "--name", "s"]);
+    ok(dir, &["snapshot", "d.vhd", "--name", "s.vhd"]);
     check("a snapshot", &[3]);
     let served = serve(dir, &["d.vhd"]);
     served_client(&served).write(9 * BLOCK, &[7; 4096], true).unwrap();
     ok(dir, &["coalesce", "d", "--wait"]);
     assert!(served.terminate().success());
     check("a merge by a server", &[3, 9]);
-    ok(dir, &["snapshot", "d.vhd", "--name", "t"]);
+    ok(dir, &["snapshot", "d.vhd", "--name", "t.vhd"]);
     ok(dir, &["flatten", "d.vhd"]);
     check("a flatten", &[3, 9]);
     ok(dir, &["resize", "d.vhd", "65M"]);
@@ -262,12 +262,12 @@ fn a_disk_that_goes_back_still_knows_what_has_changed() {
         served_client(&served).write(block * BLOCK, &[7; 4096], true).unwrap();
         assert!(served.terminate().success());
     };
-    ok(dir, &["snapshot", "r.vhd", "--name", "s"]);
+    ok(dir, &["snapshot", "r.vhd", "--name", "s.vhd"]);
     write(40);
     ok(dir, &["checkpoint", "r.vhd", "b"]);
     write(50);
     // The leaf has blocks 40 and 50: since b, both are other than they were.
-    ok(dir, &["revert", "r.vhd", "s.vhd", "--keep", "t"]);
+    ok(dir, &["revert", "r.vhd", "s.vhd", "--keep", "t.vhd"]);
     check("back to s", "a", &[3, 40, 50]);
     check("back to s", "b", &[40, 50]);
     ok(dir, &["checkpoint", "r.vhd", "c"]);

@@ -249,7 +249,7 @@ fn mistakes_are_told_with_what_and_where() {
     let cases: [(&[&str], i32, &str); 18] = [
         (&["create", "a.raw", "--size", "1M"], 1, "a.raw"),
         (&["create", "x", "--size", "1M"], 2, "--format raw, --format vhd or --format qcow2"),
-        (&["create", "x.vhd"], 2, "--size"),
+        (&["create", "x.vhd"], 2, "SIZE"),
         (&["create", "x.vhd", "--size", "20GB"], 2, "20G or 20GiB"),
         (&["create", "x.raw", "--size", "8E"], 2, "too large"),
         (&["create", "x.vhd", "--size", "1000"], 2, "multiple of 512"),

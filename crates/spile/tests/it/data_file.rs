@@ -219,7 +219,7 @@ fn a_clone_that_may_not_follow_to_a_data_file_makes_no_snapshot_first() {
     fs::remove_file(dir.join("x.qcow2")).unwrap();
     // As if the clone had been killed behind its snapshot. What is said then works.
     let said = fails(dir, 1, &["clone", "data-served", "x.qcow2", ALLOW]);
-    let there = dir.join("data-served-before-x.qcow2").display().to_string();
+    let there = dir.join("a-before-x.qcow2").display().to_string();
     assert!(said.contains(&format!("`spile clone {there} x.qcow2 {ALLOW}`")), "{said}");
     ok(dir, &["clone", &there, "x.qcow2", ALLOW]);
     assert!(served.terminate().success());

@@ -127,7 +127,7 @@ fn is_merged(name: &str, test: &str) {
     rustix::fs::fallocate(&ballast, rustix::fs::FallocateFlags::empty(), 0, free - MIB).unwrap();
     ok(at, &["coalesce", name, "--layer", "s2", "--wait"]);
     ballast.set_len(0).unwrap();
-    let middle = at.join(name.replace("thin", "s2"));
+    let middle = at.join(name.replace("thin", "thin-s2"));
     assert!(!middle.exists(), "the layer is there still");
     assert!(bytes_of(at, name) == before, "the disk shows something else");
 }

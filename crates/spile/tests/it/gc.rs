@@ -17,7 +17,7 @@ fn make(dir: &Path, name: &str) {
     ok(dir, &["create", "a.vhd", "--size", "16M"]);
     let served = serve(dir, &[&format!("a.vhd,name={name}")]);
     let client = Client::connect(&served.uri()).unwrap();
-    for (number, snapshot) in [(1, Some("s1")), (2, Some("s2")), (3, None)] {
+    for (number, snapshot) in [(1, Some("s1.vhd")), (2, Some("s2.vhd")), (3, None)] {
         client.write(u64::from(number) * MIB, &vec![number; 3 << 20], true).unwrap();
         if let Some(snapshot) = snapshot {
             ok(dir, &["snapshot", name, "--name", snapshot]);
@@ -116,7 +116,7 @@ fn snapshots_that_were_deleted_one_over_the_other_all_go() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     make(dir, "gc-both");
-    ok(dir, &["snapshot", "a.vhd", "--name", "s3"]);
+    ok(dir, &["snapshot", "a.vhd", "--name", "s3.vhd"]);
     let (disk, third) = (raw_of(dir, "a.vhd"), raw_of(dir, "s3.vhd"));
     ok(dir, &["delete", "s2.vhd"]);
     let said = ok(dir, &["delete", "s1.vhd"]);
@@ -132,7 +132,7 @@ fn the_server_of_a_disk_merges_below_a_snapshot_that_is_kept() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     make(dir, "gc-kept-made");
-    ok(dir, &["snapshot", "a.vhd", "--name", "s3"]);
+    ok(dir, &["snapshot", "a.vhd", "--name", "s3.vhd"]);
     let kept = ["s2.vhd", "s3.vhd"].map(|name| raw_of(dir, name));
     let served = serve(dir, &["a.vhd,name=gc-kept-live"]);
     let client = Client::connect(&served.uri()).unwrap();
@@ -151,7 +151,7 @@ fn the_server_of_a_disk_merges_below_a_snapshot_that_is_kept() {
     assert_eq!(collected(&json(dir, &["gc", "."])), [is("deleted", "s2.vhd", "done")]);
     assert!(raw_of(dir, "s3.vhd") == kept[1]);
     // Nobody else gets a name that was not deleted.
-    ok(dir, &["snapshot", "gc-kept-live", "--name", "s4"]);
+    ok(dir, &["snapshot", "gc-kept-live", "--name", "s4.vhd"]);
     let order = serde_json::json!({ "disk": "gc-kept-live", "kind": "coalesce", "layer": "s4", "keep_name": true });
     let socket = json(dir, &["show", "gc-kept-live"])["server"].as_str().unwrap().to_owned();
     let (status, said) = ask(Path::new(&socket), "POST", "/v1/jobs", &order.to_string());
@@ -299,7 +299,7 @@ fn a_disk_in_use_is_merged_by_its_server() {
         assert_eq!(page, [value; 4096], "at {at:#x}");
     }
     // A job that was meant for another parent is refused: the disk has had a snapshot meanwhile.
-    ok(dir, &["snapshot", "gc-live", "--name", "s3"]);
+    ok(dir, &["snapshot", "gc-live", "--name", "s3.vhd"]);
     let order = serde_json::json!({ "disk": "gc-live", "kind": "coalesce", "into": dir.join("s1.vhd") });
     let socket = json(dir, &["show", "gc-live"])["server"].as_str().unwrap().to_owned();
     let (status, said) = ask(Path::new(&socket), "POST", "/v1/jobs", &order.to_string());
@@ -481,7 +481,7 @@ fn what_becomes_a_child_in_another_folder_keeps_the_parent_whole() {
     ok(dir, &["create", "vm/golden/g.vhd", "--size", "16M"]);
     anywhere(&["clone", "vm/golden/g.vhd", "vm/a.vhd"]);
     // From here on the snapshot is the child, and a merge that takes its place another one.
-    anywhere(&["snapshot", "vm/a.vhd", "--name", "s1"]);
+    anywhere(&["snapshot", "vm/a.vhd", "--name", "s1.vhd"]);
     refused("vm/golden/g.vhd", "vm/s1.vhd");
     // What was noted first need not be there any more.
     anywhere(&["clone", "vm/s1.vhd", "vm/b.vhd"]);
@@ -491,8 +491,8 @@ fn what_becomes_a_child_in_another_folder_keeps_the_parent_whole() {
     assert_eq!(files(&dir.join("vm")), ["b.vhd"]);
     refused("vm/golden/g.vhd", "vm/b.vhd");
     // A merge below a snapshot that is kept gives its name to another image.
-    anywhere(&["snapshot", "vm/b.vhd", "--name", "s2"]);
-    anywhere(&["snapshot", "vm/b.vhd", "--name", "s3"]);
+    anywhere(&["snapshot", "vm/b.vhd", "--name", "s2.vhd"]);
+    anywhere(&["snapshot", "vm/b.vhd", "--name", "s3.vhd"]);
     ok(dir, &["delete", "vm/s2.vhd"]);
     ok(dir, &["gc", "vm"]);
     assert_eq!(files(&dir.join("vm")), ["b.vhd", "s3.vhd"]);
@@ -589,7 +589,7 @@ fn a_set_of_snapshots_that_is_not_whole_says_so_until_they_are_gone() {
     assert_eq!(collected(&found), [("stale-note".into(), ".b-two.vhd.spile-set".into(), "done".into())]);
     // One alone is whole, whatever an earlier set of that name has left.
     fs::write(dir.path().join(".alone.vhd.spile-set"), "").unwrap();
-    ok(dir.path(), &["snapshot", "b.vhd", "--name", "alone"]);
+    ok(dir.path(), &["snapshot", "b.vhd", "--name", "alone.vhd"]);
     ok(dir.path(), &["delete", "a.vhd"]);
     assert_eq!(files(dir.path()), [".a-one.vhd.spile-set", "a-one.vhd", "alone.vhd", "b-one.vhd", "b.vhd"]);
     ok(dir.path(), &["delete", "a-one.vhd"]);

@@ -83,10 +83,10 @@ fn a_job_that_was_broken_off_is_given_up_without_a_server() {
     ];
     for order in orders {
         let served = serve(dir, &["given-up.vhd"]);
-        ok(dir, &[order, &["--rate", "64k"]].concat());
+        ok(dir, &[order, &["--rate", "64k", "--background"]].concat());
         assert!(served.terminate().success());
         assert!(names(dir).contains(&".given-up.vhd.spile-job".to_owned()), "{order:?}: {:?}", names(dir));
-        let refused = fails(dir, 1, &["snapshot", "given-up.vhd", "--name", "x"]);
+        let refused = fails(dir, 1, &["snapshot", "given-up.vhd", "--name", "x.vhd"]);
         assert!(refused.contains("given-up.vhd cancel"), "{order:?}: {refused}");
         if order[0] == "move" {
             let found = json(dir, &["gc", ".", "--dry-run"])["found"][0].clone();
@@ -101,10 +101,10 @@ fn a_job_that_was_broken_off_is_given_up_without_a_server() {
         assert!(bytes_of(dir, "given-up.vhd") == bytes, "{order:?} has changed the disk");
     }
     assert!(fails(dir, 1, &["job", "given-up.vhd", "cancel"]).contains("no job was left"));
-    ok(dir, &["snapshot", "given-up.vhd", "--name", "x"]);
+    ok(dir, &["snapshot", "given-up.vhd", "--name", "x.vhd"]);
     // A merge: what it has done stays done.
     let served = serve(dir, &["given-up.vhd"]);
-    ok(dir, &["coalesce", "given-up", "--layer", "x", "--rate", "64k"]);
+    ok(dir, &["coalesce", "given-up", "--layer", "x", "--rate", "64k", "--background"]);
     assert!(served.terminate().success());
     if names(dir).contains(&".given-up.vhd.spile-job".to_owned()) {
         assert!(ok(dir, &["job", "given-up.vhd", "cancel"]).contains("the coalesce"));
@@ -131,7 +131,7 @@ fn a_cancel_has_ended_the_job_and_says_so() {
     raw(dir, "given-cancel.raw", 1);
     let _served = serve(dir, &["given-cancel.raw"]);
     for by in ["id", "disk"] {
-        let begun = json(dir, &["backup", "given-cancel", "slow.raw", "--rate", "64k"]);
+        let begun = json(dir, &["backup", "given-cancel", "slow.raw", "--rate", "64k", "--background"]);
         let id = begun["jobs"][0]["id"].as_str().unwrap().to_owned();
         ok(dir, &["job", &id, "pause"]);
         let which = if by == "id" { &id } else { "given-cancel" };
@@ -156,7 +156,7 @@ fn a_leaf_whose_parent_cannot_take_its_name_is_neither_offered_nor_begun() {
     assert_eq!(job_of(dir, "given-leaf"), Value::Null);
     assert!(served.terminate().success());
     // A layer in the middle needs no other name.
-    ok(dir, &["snapshot", "given-leaf.vhd", "--name", "middle"]);
+    ok(dir, &["snapshot", "given-leaf.vhd", "--name", "middle.vhd"]);
     assert!(in_tree(dir, "middle.vhd")["coalesce_frees_bytes"].is_u64());
     ok(dir, &["coalesce", "given-leaf.vhd", "--layer", "middle"]);
 }
@@ -166,26 +166,26 @@ fn a_raw_disk_that_has_no_snapshots_is_told_the_ways_that_work() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let bytes = raw(dir, "given-raw.raw", 5);
-    let said = fails(dir, 1, &["snapshot", "given-raw.raw", "--name", "x"]);
+    let said = fails(dir, 1, &["snapshot", "given-raw.raw", "--name", "x.vhd"]);
     assert!(said.contains("spile convert") && said.contains("spile clone") && !said.contains("server"), "{said}");
     let served = serve(dir, &["given-raw.raw"]);
     let vhd = dir.canonicalize().unwrap().join("given-raw.vhd").display().to_string();
     let advice = format!("spile move given-raw --to {vhd} --wait");
-    let refused: [&[&str]; 2] = [&["snapshot", "given-raw", "--name", "x"], &["clone", "given-raw", "child.vhd"]];
+    let refused: [&[&str]; 2] = [&["snapshot", "given-raw", "--name", "x.vhd"], &["clone", "given-raw", "child.vhd"]];
     for command in refused {
         let said = fails(dir, 1, command);
         assert!(said.contains(&advice) && !said.contains("spile clone"), "{command:?}: {said}");
     }
     let words: Vec<_> = advice.split(' ').skip(1).collect();
     ok(dir, &words);
-    ok(dir, &["snapshot", "given-raw", "--name", "x"]);
+    ok(dir, &["snapshot", "given-raw", "--name", "x.vhd"]);
     ok(dir, &["clone", "given-raw", "child.vhd"]);
     assert!(served.terminate().success());
     assert!(bytes_of(dir, "child.vhd") == bytes);
     // Where the format ends, neither of these helps.
     fs::File::create(dir.join("given-big.raw")).unwrap().set_len(3 << 40).unwrap();
     let _served = serve(dir, &["given-big.raw"]);
-    let refused: [&[&str]; 2] = [&["snapshot", "given-big", "--name", "x"], &["clone", "given-big", "big.vhd"]];
+    let refused: [&[&str]; 2] = [&["snapshot", "given-big", "--name", "x.vhd"], &["clone", "given-big", "big.vhd"]];
     for command in refused {
         let said = fails(dir, 1, command);
         assert!(said.contains("2040 GiB") && !said.contains("spile move"), "{command:?}: {said}");
@@ -199,7 +199,7 @@ fn a_snapshot_is_found_by_its_name() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     ok(dir, &["create", "given-named.vhd", "--size", "16M"]);
-    for name in ["given-mon", "given-tue"] {
+    for name in ["given-mon.vhd", "given-tue.vhd"] {
         ok(dir, &["snapshot", "given-named.vhd", "--name", name]);
     }
     fs::create_dir(dir.join("elsewhere")).unwrap();
@@ -281,7 +281,7 @@ fn other_programs_names_of_the_verbs_are_known() {
     let dir = dir.path();
     ok(dir, &["create", "base.vhd", "--size", "16M"]);
     ok(dir, &["create", "leaf.vhd", "--parent", "base.vhd"]);
-    ok(dir, &["snapshot", "leaf.vhd", "--name", "x"]);
+    ok(dir, &["snapshot", "leaf.vhd", "--name", "x.vhd"]);
     assert!(ok(dir, &["commit", "leaf.vhd", "--layer", "x"]).contains("coalesce is done"));
     ok(dir, &["stream", "leaf.vhd"]);
     ok(dir, &["mirror", "leaf.vhd", "--to", "there.vhd"]);

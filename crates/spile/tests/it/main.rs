@@ -58,6 +58,8 @@ mod top;
 mod trace;
 mod trouble;
 mod tune;
+mod waits;
+mod words;
 mod xen;
 mod xen_faults;
 mod xen_moves;

@@ -199,7 +199,7 @@ fn what_a_merge_frees_is_not_told_larger_than_it_is() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     ok(dir, &["create", "leaf.vhd", "--size", "16M"]);
-    ok(dir, &["snapshot", "leaf.vhd", "--name", "base"]);
+    ok(dir, &["snapshot", "leaf.vhd", "--name", "base.vhd"]);
     let served = Served::try_start(dir, &["leaf.vhd", "--control", "none"]).unwrap();
     Client::connect(&served.uri()).unwrap().write(0, &vec![1; 4 * MIB], true).unwrap();
     assert!(served.terminate().success());
@@ -225,7 +225,7 @@ fn where_no_space_is_left_the_layer_gives_back_what_was_moved() {
     let Some(mount) = Mount::new(dir.path(), 128 << 20, "where_no_space_is_left") else { return };
     let dir = mount.path.as_path();
     ok(dir, &["create", "leaf.vhd", "--size", "64M"]);
-    for snapshot in [Some("base"), None] {
+    for snapshot in [Some("base.vhd"), None] {
         let served = Served::try_start(dir, &["leaf.vhd", "--control", "none"]).unwrap();
         let client = Client::connect(&served.uri()).unwrap();
         // The leaf gets another 16 MiB over those of the base, and 16 MiB of its own.
@@ -295,7 +295,7 @@ fn a_kill_makes_a_merge_do_little_of_its_work_again() {
     let client = Client::connect(&served.uri()).unwrap();
     (0..LEAF_MIB).for_each(|mib| client.write((mib * MIB) as u64, &vec![mib as u8 + 1; MIB], false).unwrap());
     drop(client);
-    ok(dir, &["coalesce", "leaf.vhd", "--rate", &format!("{RATE_MIB}M")]);
+    ok(dir, &["coalesce", "leaf.vhd", "--rate", &format!("{RATE_MIB}M"), "--background"]);
     let mib = |name: &str| job(dir, "leaf")[name].as_u64().unwrap() >> 20;
     eventually("it has done some", || mib("done_bytes") >= 13);
     let done = mib("done_bytes");
@@ -323,7 +323,7 @@ fn a_check_calls_no_space_leaked_that_the_disk_has_prepared_before_a_merge() {
     let write = |mib: usize, count: usize, byte: u8| {
         (mib..mib + count).for_each(|mib| client.write((mib * MIB) as u64, &vec![byte; MIB], false).unwrap());
     };
-    for (number, snapshot) in ["s1", "s2"].into_iter().enumerate() {
+    for (number, snapshot) in ["s1.vhd", "s2.vhd"].into_iter().enumerate() {
         write(number * 10, 8, number as u8 + 1);
         ok(dir, &["snapshot", "room", "--name", snapshot]);
     }

@@ -1,7 +1,6 @@
 //! `spile move`: disks that are served under load, and disks that nobody uses; what is left by kills, and what is refused.
 
 use std::fs;
-use std::io::Read;
 use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
@@ -126,7 +125,7 @@ fn a_server_that_is_killed_before_anything_is_noted_begins_anew() {
     let (dir, mut bytes) = world("motion-half");
     let dir = dir.path();
     let served = serve(dir, &["old/motion-half.vhd"]);
-    json(dir, &["move", "motion-half", "--to", "new/here.vhd", "--rate", "512K"]);
+    json(dir, &["move", "motion-half", "--to", "new/here.vhd", "--rate", "512K", "--background"]);
     let client = Client::connect(&served.uri()).unwrap();
     client.write(MIB as u64, &[7; 4096], false).unwrap();
     bytes[MIB..MIB + 4096].fill(7);
@@ -158,7 +157,7 @@ fn killed_on_the_way(dir: &Path, disk: &str, to: &str, bytes: &mut [u8], between
         Client::connect(&served.uri()).unwrap().write(at as u64, &[value; 8192], value.is_multiple_of(2)).unwrap();
         bytes[at..at + 8192].fill(value);
     };
-    json(dir, &["move", disk, "--to", to, "--rate", "8M"]);
+    json(dir, &["move", disk, "--to", to, "--rate", "8M", "--background"]);
     write(&served, 40 * MIB, 201);
     eventually("half of it is copied and that is noted", || noted(dir, disk) >= 16 << 20);
     write(&served, MIB, 202);
@@ -262,7 +261,7 @@ fn checkpoints_go_along_with_their_blocks_and_outlive_a_kill_at_the_new_place() 
     write(&served, 500);
     ok(dir, &["checkpoint", "motion-marks", "second"]);
     write(&served, 7);
-    json(dir, &["move", "motion-marks", "--to", "new/m.vhd", "--rate", "16M"]);
+    json(dir, &["move", "motion-marks", "--to", "new/m.vhd", "--rate", "16M", "--background"]);
     write(&served, 600);
     ok(dir, &["job", the_job(dir, "motion-marks")["id"].as_str().unwrap(), "rate", "none"]);
     eventually("it is done", || the_job(dir, "motion-marks")["state"] == "done");
@@ -312,7 +311,7 @@ fn the_way_back_copies_what_has_changed_since_also_over_a_kill() {
     for number in 0..32 {
         write(&served, number * MIB, 210);
     }
-    json(dir, &["move", "motion-back", "--to", &back, "--rate", "256K"]);
+    json(dir, &["move", "motion-back", "--to", &back, "--rate", "256K", "--background"]);
     assert!(!dir.join("old/motion-back.moved.raw").exists(), "what is written to is called an old image");
     served.kill();
     served = serve(dir, &["new/there.vhd,name=motion-back"]);
@@ -344,7 +343,7 @@ fn a_server_that_ends_leaves_the_half_and_whoever_gives_the_move_up_removes_it()
     let (dir, bytes) = full("motion-left");
     let dir = dir.path();
     let served = serve(dir, &["old/motion-left.raw"]);
-    json(dir, &["move", "motion-left", "--to", "new/x.raw", "--rate", "8M"]);
+    json(dir, &["move", "motion-left", "--to", "new/x.raw", "--rate", "8M", "--background"]);
     eventually("some is noted", || noted(dir, "motion-left") > 0);
     // What the move notes is nobody's checkpoint.
     assert_eq!(json(dir, &["checkpoint", "motion-left", "--list"])["checkpoints"].as_array().unwrap().len(), 0);
@@ -366,7 +365,7 @@ fn another_raw_file_of_that_name_is_not_moved() {
     fs::create_dir(dir.join("new")).unwrap();
     fs::write(dir.join("motion-raw.raw"), vec![3; 8 * MIB]).unwrap();
     let served = serve(dir, &["motion-raw.raw"]);
-    json(dir, &["move", "motion-raw", "--to", "new/", "--rate", "512K"]);
+    json(dir, &["move", "motion-raw", "--to", "new/", "--rate", "512K", "--background"]);
     eventually("its note is there", || dir.join(".motion-raw.raw.spile-job").exists());
     served.kill();
     // The disk is given up, and the name goes to another one. The old file is kept, so that the new one gets a number of its own.
@@ -503,7 +502,7 @@ fn what_cannot_be_moved_is_refused_and_stays() {
         let said = fails(dir, code, &["move", disk, "--to", to]);
         assert!(said.contains(says), "{disk} to {to}: {said}");
     }
-    let job = json(dir, &["move", "motion-stays", "--to", "new", "--rate", "512K"]);
+    let job = json(dir, &["move", "motion-stays", "--to", "new", "--rate", "512K", "--background"]);
     for command in [
         &["resize", "motion-stays", "128M"][..],
         &["snapshot", "motion-stays", "--name", "s"],
@@ -531,7 +530,7 @@ fn two_disks_that_go_to_one_place_do_not_meet() {
     fs::create_dir(dir.join("third")).unwrap();
     ok(dir, &["create", "third/motion-second.vhd", "--size", "64M"]);
     let served = serve(dir, &["old/motion-first.vhd", "third/motion-second.vhd"]);
-    let first = json(dir, &["move", "motion-first", "--to", "new/x.vhd", "--rate", "512K"]);
+    let first = json(dir, &["move", "motion-first", "--to", "new/x.vhd", "--rate", "512K", "--background"]);
     let said = fails(dir, 1, &["move", "motion-second", "--to", "new/x.vhd"]);
     assert!(said.contains("another disk is being moved to this place"), "{said}");
     assert_eq!(names(dir, "new"), [".x.vhd.spile-moving"]);
@@ -546,7 +545,7 @@ fn a_new_image_that_has_lost_its_name_is_not_handed_over() {
     let (dir, bytes) = world("motion-lost");
     let dir = dir.path();
     let served = serve(dir, &["old/motion-lost.vhd"]);
-    let job = json(dir, &["move", "motion-lost", "--to", "new/x.vhd", "--rate", "512K"]);
+    let job = json(dir, &["move", "motion-lost", "--to", "new/x.vhd", "--rate", "512K", "--background"]);
     fs::rename(dir.join("new/.x.vhd.spile-moving"), dir.join("new/elsewhere")).unwrap();
     fs::write(dir.join("new/.x.vhd.spile-moving"), "somebody else's").unwrap();
     ok(dir, &["job", job["id"].as_str().unwrap(), "rate", "none"]);
@@ -562,7 +561,7 @@ fn a_server_that_ends_stops_the_move_and_the_next_one_goes_on() {
     let (dir, bytes) = world("motion-stop");
     let dir = dir.path();
     let served = serve(dir, &["old/motion-stop.vhd"]);
-    json(dir, &["move", "motion-stop", "--to", "new", "--rate", "512K"]);
+    json(dir, &["move", "motion-stop", "--to", "new", "--rate", "512K", "--background"]);
     std::thread::sleep(Duration::from_millis(100));
     assert!(served.terminate().success());
     assert_eq!(
@@ -694,7 +693,7 @@ fn a_place_that_hangs_for_ever_costs_the_guest_nothing_and_can_be_given_up() {
     let other = other(dir);
     let served = serve(dir, &["old/motion-hang.vhd"]);
     let client = Client::connect(&served.uri()).unwrap();
-    let job = json(dir, &["move", "motion-hang", "--to", &uri_of(&other), "--rate", "4M"]);
+    let job = json(dir, &["move", "motion-hang", "--to", &uri_of(&other), "--rate", "4M", "--background"]);
     let writes = |client: &Client| {
         let begun = std::time::Instant::now();
         for number in 0..100 {
@@ -718,32 +717,42 @@ fn a_place_that_hangs_for_ever_costs_the_guest_nothing_and_can_be_given_up() {
 }
 
 #[test]
-fn who_ends_the_wait_for_a_move_is_told_that_it_goes_on() {
-    let (dir, _) = world("motion-wait");
+fn what_a_move_leaves_behind_is_said_before() {
+    let (dir, _) = world("motion-behind");
     let dir = dir.path();
-    let served = serve(dir, &["old/motion-wait.vhd"]);
-    let mut command = spile();
-    command.args(["move", "motion-wait", "--to", "new", "--rate", "512K", "--wait"]).current_dir(dir);
-    let mut waits = Served { child: command.stderr(Stdio::piped()).spawn().unwrap(), socket: dir.join("n") };
-    eventually("it moves", || {
-        json(dir, &["jobs"])["jobs"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .any(|job| job["disk"] == "motion-wait" && job["done_bytes"].as_u64() > Some(0))
-    });
-    waits.signal(nix::sys::signal::Signal::SIGINT);
-    assert_eq!(waits.wait().code(), Some(130));
-    let mut said = String::new();
-    waits.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-    let job = the_job(dir, "motion-wait");
-    let id = job["id"].as_str().unwrap();
-    assert!(
-        said.contains(&format!("the job {id} goes on")) && said.contains(&format!("spile job {id} cancel")),
-        "{said}"
-    );
-    assert_eq!(job["state"], "running");
-    ok(dir, &["job", id, "cancel"]);
-    eventually("it is cancelled", || the_job(dir, "motion-wait")["state"] == "cancelled");
+    ok(dir, &["snapshot", "old/motion-behind.vhd", "--name", "monday"]);
+    let said = |words: &[&str]| {
+        let output = crate::common::run(dir, words);
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{words:?}: {said}");
+        said
+    };
+    let is_told = |said: &str| {
+        ["old/motion-behind-monday.vhd", "old/parent.vhd", "--chain keep"].iter().all(|word| said.contains(word))
+    };
+    assert_eq!(said(&["move", "old/motion-behind.vhd", "--to", "new", "--chain", "keep"]), "");
+    let back = said(&["move", "new/motion-behind.vhd", "--to", "new/alone.vhd"]);
+    assert!(back.contains("new/motion-behind-monday.vhd") && back.contains("stay behind"), "{back}");
+    // What is there no more is told with what there is.
+    let refused = fails(dir, 1, &["revert", "new/alone.vhd", "monday", "--discard"]);
+    assert!(refused.contains("has no snapshot \"monday\"") && refused.contains("--chain keep"), "{refused}");
+    assert_eq!(refused.matches("new/alone.vhd").count(), 1, "{refused}");
+    fs::rename(dir.join("old/motion-behind.moved.vhd"), dir.join("old/motion-behind.vhd")).unwrap();
+    fs::remove_file(dir.join("old/.motion-behind.vhd.spile-moved")).unwrap();
+    let served = serve(dir, &["old/motion-behind.vhd"]);
+    let told = said(&["move", "motion-behind", "--to", "new/third.vhd"]);
+    assert!(is_told(&told), "{told}");
     assert!(served.terminate().success());
+}
+
+#[test]
+fn in_a_folder_a_disk_keeps_its_name_and_format() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::create_dir(dir.join("new")).unwrap();
+    fs::write(dir.join("disk"), [7; MIB]).unwrap();
+    let missing = fails(dir, 1, &["move", "disk", "--format", "raw", "--to", "nowhere/"]);
+    assert!(missing.contains("no such folder") && !missing.contains("extension"), "{missing}");
+    ok(dir, &["move", "disk", "--format", "raw", "--to", "new/"]);
+    assert_eq!(fs::read(dir.join("new/disk")).unwrap(), [7; MIB]);
 }

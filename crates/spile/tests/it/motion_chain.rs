@@ -53,7 +53,7 @@ fn a_parent_half_copied_is_never_taken_for_a_whole_one() {
     let dir = dir.path();
     let hidden = dir.join("new/.there.vhd.spile-moving-parent");
     let served = serve(dir, &["old/chain-killed.vhd"]);
-    json(dir, &["move", "chain-killed", "--to", "new/there.vhd", "--chain", "keep", "--rate", "2M"]);
+    json(dir, &["move", "chain-killed", "--to", "new/there.vhd", "--chain", "keep", "--rate", "2M", "--background"]);
     eventually("some of a parent is copied", || job(dir, "chain-killed")["done_bytes"].as_u64().unwrap() > 1 << 20);
     assert_eq!(job(dir, "chain-killed")["motion"]["phase"], "copying parents");
     assert!(hidden.exists() && !dir.join("new/base.raw").exists());
@@ -79,7 +79,7 @@ fn a_parent_half_copied_is_never_taken_for_a_whole_one() {
     let served = serve(dir, &["old/other.vhd,name=chain-cancelled"]);
     fs::create_dir(dir.join("third")).unwrap();
     let to = "third/other.vhd";
-    let begun = json(dir, &["move", "chain-cancelled", "--to", to, "--chain", "keep", "--rate", "2M"]);
+    let begun = json(dir, &["move", "chain-cancelled", "--to", to, "--chain", "keep", "--rate", "2M", "--background"]);
     eventually("some is copied", || job(dir, "chain-cancelled")["done_bytes"].as_u64().unwrap() > 1 << 20);
     ok(dir, &["job", begun["id"].as_str().unwrap(), "cancel"]);
     eventually("it is cancelled", || job(dir, "chain-cancelled")["state"] == "cancelled");

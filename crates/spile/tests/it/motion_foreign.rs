@@ -57,7 +57,7 @@ fn begins_anew(program: &str, name: &str) {
     let dir = dir.path();
     let there = foreign(dir, program, 0x77);
     let served = serve(dir, name);
-    json(dir, &["move", name, "--to", &to(dir), "--rate", "8M"]);
+    json(dir, &["move", name, "--to", &to(dir), "--rate", "8M", "--background"]);
     let of_disk = |job: &&serde_json::Value| job["disk"] == name && job["state"] != "interrupted";
     let job = || json(dir, &["jobs"])["jobs"].as_array().unwrap().iter().rfind(of_disk).cloned();
     eventually("half of it is copied", || job().is_some_and(|job| job["done_bytes"].as_u64() >= Some(24 << 20)));

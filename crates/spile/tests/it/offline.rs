@@ -165,7 +165,7 @@ fn a_process_that_was_killed_holds_up_no_command() {
         &["info", "freed.vhd"],
         &["check", "freed.vhd"],
         &["backup", "freed.vhd", "copy.vhd"],
-        &["snapshot", "freed.vhd", "--name", "now"],
+        &["snapshot", "freed.vhd", "--name", "now.vhd"],
         &["rebase", "freed.vhd", "--parent", "now.vhd", "--check"],
         &["checkpoint", "freed.vhd", "night"],
         &["coalesce", "freed.vhd"],

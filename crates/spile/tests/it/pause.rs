@@ -141,7 +141,7 @@ fn nothing_else_is_done_to_a_paused_disk() {
     let id = pause(dir, "60s");
     let busy: [&[&str]; 5] = [
         &["pause", "c"],
-        &["snapshot", "c", "--name", "s"],
+        &["snapshot", "c", "--name", "s.vhd"],
         &["resize", "c", "128M"],
         &["detach", "c", "--force"],
         &["flatten", "c"],
@@ -155,7 +155,7 @@ fn nothing_else_is_done_to_a_paused_disk() {
     assert!(refused.contains("a pause of the disk"), "{refused}");
     ok(dir, &["limit", "c", "--iops", "100000"]);
     resume(dir, &id);
-    ok(dir, &["snapshot", "c", "--name", "s"]);
+    ok(dir, &["snapshot", "c", "--name", "s.vhd"]);
     assert!(served.terminate().success());
     let said = fails(dir, 1, &["pause", "disk.vhd"]);
     assert!(said.contains("no server has this disk") && said.contains("copy it as it is"), "{said}");

@@ -39,7 +39,7 @@ fn make(dir: &Path, name: &str) {
     qemu_img(dir, &["create", "-q", "-f", "qcow2", &image, "16M"]);
     let served = serve(dir, &[&image]);
     let client = Client::connect(&served.uri()).unwrap();
-    for (number, snapshot) in [(1_u8, Some("s1")), (2, Some("s2")), (3, None)] {
+    for (number, snapshot) in [(1_u8, Some("s1.qcow2")), (2, Some("s2.qcow2")), (3, None)] {
         client.write(u64::from(number) * MIB + 4096, &vec![number; 3 << 20], true).unwrap();
         client.write(u64::from(number) * MIB, &[0; 70 << 10], true).unwrap();
         client.write(10 * MIB + u64::from(number) * 6000 / 512 * 512, &[number; 512], true).unwrap();
@@ -63,7 +63,7 @@ fn snapshots_clones_merges_and_a_flatten_of_a_disk_that_nobody_uses() {
     let bytes = sound(dir, disk);
     assert_eq!(chain(dir, disk), [disk, "s2.qcow2", "s1.qcow2"]);
     assert!(json(dir, &["info", disk])["format_specific"]["extended_l2"] != false, "a new leaf has subclusters");
-    ok(dir, &["snapshot", disk, "--name", "s3"]);
+    ok(dir, &["snapshot", disk, "--name", "s3.qcow2"]);
     ok(dir, &["clone", "s3.qcow2", "clone.qcow2"]);
     assert_eq!(chain(dir, "clone.qcow2"), ["clone.qcow2", "s3.qcow2", "s2.qcow2", "s1.qcow2"]);
     assert!(sound(dir, "clone.qcow2") == bytes);
@@ -97,7 +97,7 @@ fn merges_and_a_flatten_under_load() {
     for round in 0..2 {
         for number in 0..3 {
             load.goes_on(&served);
-            ok(dir, &["snapshot", "q-load", "--name", &format!("s{number}")]);
+            ok(dir, &["snapshot", "q-load", "--name", &format!("s{number}.qcow2")]);
         }
         load.goes_on(&served);
         ok(dir, &["coalesce", "q-load", "--layer", "s1", "--wait"]);
@@ -130,7 +130,7 @@ fn a_merge_that_was_killed_goes_on() {
     for layer in [Some("s2"), None] {
         let served = serve(dir, &["q-kill.qcow2"]);
         let layer = layer.map(|layer| ["--layer", layer]).into_iter().flatten();
-        let args: Vec<_> = ["coalesce", "q-kill", "--rate", "1M"].into_iter().chain(layer).collect();
+        let args: Vec<_> = ["coalesce", "q-kill", "--rate", "1M", "--background"].into_iter().chain(layer).collect();
         ok(dir, &args);
         std::thread::sleep(std::time::Duration::from_millis(700));
         served.signal(Signal::SIGKILL);
@@ -173,7 +173,7 @@ fn a_disk_becomes_longer_while_it_is_served_and_shorter_while_it_is_not() {
     client.write(40 * MIB - 4096, &[7; 4096], true).unwrap();
     client.write(0, &[8; 4096], true).unwrap();
     drop(client);
-    ok(dir, &["snapshot", "q-size", "--name", "s"]);
+    ok(dir, &["snapshot", "q-size", "--name", "s.qcow2"]);
     ok(dir, &["resize", "q-size", "3G"]);
     assert!(served.terminate().success());
     ok(dir, &["coalesce", "q-size.qcow2"]);
@@ -300,7 +300,7 @@ fn another_host_takes_a_disk_in_as_qcow2_over_kills_of_both() {
     let mut bytes = sound(dir, "q-far.qcow2");
     let mut there = receive(dir);
     let mut served = serve(dir, &["q-far.qcow2"]);
-    json(dir, &["move", "q-far", "--to", &to(dir, "disk.qcow2"), "--rate", "1M"]);
+    json(dir, &["move", "q-far", "--to", &to(dir, "disk.qcow2"), "--rate", "1M", "--background"]);
     for killed in ["there", "here"] {
         let before = job(dir, "q-far")["done_bytes"].as_u64();
         eventually("some more is copied", || job(dir, "q-far")["done_bytes"].as_u64() > before);

@@ -55,7 +55,7 @@ fn a_disk_comes_whole_or_not_at_all_and_goes_on_under_load() {
     let served = serve(dir, &["old/receive-live.vhd", "--vhost-user", "v"]);
     let mut load = Load::start(dir, "v", &["--span", "48M"]);
     load.goes_on(&served);
-    let begun = json(dir, &["move", "receive-live", "--to", &to(dir, "disk.vhd"), "--rate", "4M"]);
+    let begun = json(dir, &["move", "receive-live", "--to", &to(dir, "disk.vhd"), "--rate", "4M", "--background"]);
     load.goes_on(&served);
     // A half has no name by which it could be taken for a disk, not even for those who ask by NBD.
     assert_eq!(names(dir, "there"), [".disk.vhd.spile-received", ".disk.vhd.spile-receiving"]);
@@ -100,7 +100,7 @@ fn a_move_goes_on_with_its_own_half_when_its_host_was_killed() {
     let dir = dir.path();
     let there = receive(dir);
     let mut served = serve(dir, &["old/receive-killed.vhd"]);
-    json(dir, &["move", "receive-killed", "--to", &to(dir, "disk.raw"), "--rate", "2M"]);
+    json(dir, &["move", "receive-killed", "--to", &to(dir, "disk.raw"), "--rate", "2M", "--background"]);
     eventually("some is copied", || job(dir, "receive-killed")["done_bytes"].as_u64() > Some(4 << 20));
     served.kill();
     // Nobody else gets the name meanwhile.
@@ -131,7 +131,7 @@ fn after_a_kill_of_either_side_or_of_both_only_the_rest_and_what_has_changed_is_
             Client::connect(&served.uri()).unwrap().write(at as u64, &[value; 4096], value.is_multiple_of(2)).unwrap();
             bytes[at..at + 4096].fill(value);
         };
-        json(dir, &["move", disk, "--to", &to(dir, "disk.vhd"), "--rate", "8M"]);
+        json(dir, &["move", disk, "--to", &to(dir, "disk.vhd"), "--rate", "8M", "--background"]);
         eventually("half of it is copied and that is noted", || noted(dir, disk) >= 16 << 20);
         write(&served, MIB, 201);
         write(&served, 41 * MIB, 202);
@@ -218,7 +218,7 @@ fn a_half_that_is_gone_there_is_never_taken_for_what_was_copied() {
     let said = spile().args(["move", "receive-half-gone", "--to", "nbd://127.0.0.1:1/x"]).current_dir(dir).output();
     let said = String::from_utf8(said.unwrap().stderr).unwrap();
     assert!(said.contains("the checkpoints nightly go along to an export only where"), "{said}");
-    json(dir, &["move", "receive-half-gone", "--to", &to(dir, "disk.raw"), "--rate", "8M"]);
+    json(dir, &["move", "receive-half-gone", "--to", &to(dir, "disk.raw"), "--rate", "8M", "--background"]);
     eventually("some is noted", || noted(dir, "receive-half-gone") > 0);
     there.kill();
     fs::remove_file(dir.join("there/.disk.raw.spile-receiving")).unwrap();
@@ -321,13 +321,13 @@ fn a_move_that_is_cancelled_leaves_nothing_and_what_a_dead_host_has_left_can_be_
     let dir = dir.path();
     let there = receive(dir);
     let served = serve(dir, &["old/receive-left.vhd"]);
-    let begun = json(dir, &["move", "receive-left", "--to", &to(dir, "disk.vhd"), "--rate", "1M"]);
+    let begun = json(dir, &["move", "receive-left", "--to", &to(dir, "disk.vhd"), "--rate", "1M", "--background"]);
     let said = fails(dir, 1, &["receive", "there", "--remove", "disk.vhd"]);
     assert!(said.contains("in use") || said.contains("lock"), "{said}");
     ok(dir, &["job", begun["id"].as_str().unwrap(), "cancel"]);
     eventually("it is cancelled", || job(dir, "receive-left")["state"] == "cancelled");
     assert!(names(dir, "there").is_empty(), "{:?}", names(dir, "there"));
-    json(dir, &["move", "receive-left", "--to", &to(dir, "disk.vhd"), "--rate", "1M"]);
+    json(dir, &["move", "receive-left", "--to", &to(dir, "disk.vhd"), "--rate", "1M", "--background"]);
     served.kill();
     // The connection's end is noticed, and the half closed.
     let mut removes = spile();
@@ -344,7 +344,7 @@ fn a_host_that_was_not_told_of_the_hand_over_is_told_by_whoever_opens_the_old_pa
     let dir = dir.path();
     let there = receive(dir);
     let served = serve(dir, &["old/receive-late.vhd"]);
-    json(dir, &["move", "receive-late", "--to", &to(dir, "disk.vhd"), "--rate", "1M"]);
+    json(dir, &["move", "receive-late", "--to", &to(dir, "disk.vhd"), "--rate", "1M", "--background"]);
     drop(served);
     let note = fs::read_to_string(dir.join("old/.receive-late.vhd.spile-job")).unwrap();
     let id = note.lines().find_map(|line| line.strip_prefix("move ")).unwrap();
@@ -415,7 +415,7 @@ fn a_move_that_fails_leaves_nothing_on_the_other_host() {
     let mut command = faulty_sync(dir);
     command.args(["serve", "old/receive-failed.vhd", "--nbd", "unix:n", "--engine", "threads"]).current_dir(dir);
     let served = Served::spawn(&mut command, dir.join("n")).unwrap();
-    let begun = json(dir, &["move", "receive-failed", "--to", &to(dir, "disk.vhd"), "--rate", "4M"]);
+    let begun = json(dir, &["move", "receive-failed", "--to", &to(dir, "disk.vhd"), "--rate", "4M", "--background"]);
     eventually("something was copied", || job(dir, "receive-failed")["done_bytes"].as_u64() > Some(0));
     let client = Client::connect(&served.uri()).unwrap();
     // The sync that fails may be that of the job's note.
@@ -453,7 +453,7 @@ fn what_may_be_the_disk_is_not_removed_as_a_half_that_was_given_up_and_has_its_n
     let there = receive(dir);
     block_naming(dir, "disk.vhd");
     let mut served = serve(dir, &["old/receive-may-be.vhd"]);
-    json(dir, &["move", "receive-may-be", "--to", &to(dir, "disk.vhd")]);
+    json(dir, &["move", "receive-may-be", "--to", &to(dir, "disk.vhd"), "--background"]);
     eventually("it is to be named", || job(dir, "receive-may-be")["motion"]["phase"] == "naming");
     Client::connect(&served.uri()).unwrap().write(0, &[6; 4096], true).unwrap();
     assert_eq!(state_there(dir), "handing-over");
@@ -562,7 +562,7 @@ fn an_export_that_has_come_in_the_place_of_spile_receive_is_not_overwritten() {
     let dir = dir.path();
     let there = receive(dir);
     let served = serve(dir, &["old/receive-replaced.raw"]);
-    json(dir, &["move", "receive-replaced", "--to", &to(dir, "disk.raw"), "--rate", "2M"]);
+    json(dir, &["move", "receive-replaced", "--to", &to(dir, "disk.raw"), "--rate", "2M", "--background"]);
     eventually("it is taken in", || !names(dir, "there").is_empty());
     served.kill();
     assert!(there.terminate().success());
@@ -591,7 +591,7 @@ fn another_server_in_the_place_of_a_host_that_is_away_is_not_overwritten_by_a_co
     let dir = dir.path();
     let there = receive(dir);
     let served = serve(dir, &["old/receive-away.raw"]);
-    let begun = json(dir, &["move", "receive-away", "--to", &to(dir, "disk.raw"), "--rate", "4M"]);
+    let begun = json(dir, &["move", "receive-away", "--to", &to(dir, "disk.raw"), "--rate", "4M", "--background"]);
     eventually("it has begun", || job(dir, "receive-away")["done_bytes"].as_u64() > Some(0));
     there.kill();
     // It takes any name for its export, which has the disk's size.
@@ -661,7 +661,7 @@ fn a_server_that_is_told_to_end_while_a_move_ends_does_end() {
         let dir = dir.path();
         let there = receive(dir);
         let served = serve(dir, &["old/receive-end.vhd"]);
-        json(dir, &["move", "receive-end", "--to", &to(dir, "disk.vhd"), "--rate", "16M"]);
+        json(dir, &["move", "receive-end", "--to", &to(dir, "disk.vhd"), "--rate", "16M", "--background"]);
         let id = job(dir, "receive-end")["id"].as_str().unwrap().to_owned();
         ok(dir, &["job", &id, "rate", "none"]);
         std::thread::sleep(Duration::from_millis(later_ms));

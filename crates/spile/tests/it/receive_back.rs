@@ -109,7 +109,7 @@ fn a_way_back_goes_on_over_kills_of_either_side() {
         world.write(&served, number * MIB);
     }
     let uri = to(world.dir(), "old", world.name);
-    let begun = json(world.dir(), &["move", "back-kill", "--to", &uri, "--rate", "256K"]);
+    let begun = json(world.dir(), &["move", "back-kill", "--to", &uri, "--rate", "256K", "--background"]);
     eventually("it has begun", || !world.dir().join("old/back-kill.moved.raw").exists());
     old.kill();
     old = receive_in(world.dir(), "old");
@@ -320,7 +320,7 @@ fn a_disk_that_keeps_its_chain_comes_back_by_what_has_changed() {
     let served = serve(dir, "there/back-chain.vhd");
     Client::connect(&served.uri()).unwrap().write(32 << 20, &vec![7; 4 * MIB], false).unwrap();
     bytes[32 * MIB..36 * MIB].fill(7);
-    order("old", &["--rate", "1M"]);
+    order("old", &["--rate", "1M", "--background"]);
     eventually("some of it is copied", || job(dir, "back-chain")["done_bytes"].as_u64() > Some(1 << 20));
     served.kill();
     let served = serve(dir, "there/back-chain.vhd");
@@ -436,7 +436,7 @@ fn another_server_in_the_place_of_the_old_host_is_not_overwritten_by_a_way_back_
     let mut served = serve(world.dir(), &world.disk("there"));
     (0..32).for_each(|number| world.write(&served, number * MIB));
     let uri = to(world.dir(), "old", world.name);
-    json(world.dir(), &["move", "back-gone", "--to", &uri, "--rate", "256K"]);
+    json(world.dir(), &["move", "back-gone", "--to", &uri, "--rate", "256K", "--background"]);
     eventually("it has begun", || !world.dir().join("old/back-gone.moved.raw").exists());
     served.kill();
     old.kill();
@@ -494,7 +494,7 @@ fn an_old_image_that_gets_its_name_back_does_not_believe_what_was_noted_after_th
     let dir = world.dir().to_owned();
     let served = serve(&dir, &world.disk("old"));
     ok(&dir, &["checkpoint", "back-name", "x"]);
-    json(&dir, &["move", "back-name", "--to", &to(&dir, "there", world.name), "--rate", "24M"]);
+    json(&dir, &["move", "back-name", "--to", &to(&dir, "there", world.name), "--rate", "24M", "--background"]);
     // A folder has the hidden name of a note that is due once the disk has its name.
     fs::create_dir(dir.join("there/.back-name.raw.spile-gone")).unwrap();
     eventually("it waits for its name", || job(&dir, "back-name")["motion"]["phase"] == "naming");

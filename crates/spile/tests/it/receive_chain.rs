@@ -64,7 +64,7 @@ fn a_parent_half_sent_is_never_taken_for_a_whole_one() {
         let dir = dir.path();
         let mut there = Some(receive(dir));
         let mut served = serve(dir, &[&format!("old/{disk}.qcow2")]);
-        json(dir, &["move", disk, "--to", &to(dir, "disk.vhd"), "--chain", "keep", "--rate", "2M"]);
+        json(dir, &["move", disk, "--to", &to(dir, "disk.vhd"), "--chain", "keep", "--rate", "2M", "--background"]);
         eventually("some of a parent is sent", || job(dir, disk)["done_bytes"].as_u64() > Some(1 << 20));
         assert_eq!(job(dir, disk)["motion"]["phase"], "copying parents");
         assert_eq!(names(dir), [".base.raw.spile-received", ".base.raw.spile-receiving"]);
@@ -104,7 +104,8 @@ fn a_move_that_is_cancelled_leaves_whole_parents_that_nobody_writes_to() {
     let there = receive(dir);
     let served = serve(dir, &["old/there-cancelled.qcow2"]);
     let disk = to(dir, "disk.vhd");
-    let begun = json(dir, &["move", "there-cancelled", "--to", &disk, "--chain", "keep", "--rate", "4M"]);
+    let begun =
+        json(dir, &["move", "there-cancelled", "--to", &disk, "--chain", "keep", "--rate", "4M", "--background"]);
     eventually("the next parent is sent", || names(dir).contains(&".mid.vhd.spile-receiving".to_owned()));
     ok(dir, &["job", begun["id"].as_str().unwrap(), "cancel"]);
     eventually("it is cancelled", || job(dir, "there-cancelled")["state"] == "cancelled");
@@ -118,7 +119,7 @@ fn a_move_that_is_cancelled_leaves_whole_parents_that_nobody_writes_to() {
     }
     // The next move uses it.
     let inode = file(dir, "there/base.raw").0;
-    json(dir, &["move", "there-cancelled", "--to", &disk, "--chain", "keep"]);
+    json(dir, &["move", "there-cancelled", "--to", &disk, "--chain", "keep", "--background"]);
     eventually("it is done", || job(dir, "there-cancelled")["state"] == "done");
     assert!(served.terminate().success() && there.terminate().success());
     assert_eq!(file(dir, "there/base.raw").0, inode);

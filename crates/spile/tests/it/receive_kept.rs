@@ -15,7 +15,7 @@ fn what_is_lost_there_after_a_move_is_known_to_the_next_server_and_what_was_lost
     let dir = dir.path();
     let there = receive(dir);
     let served = serve(dir, &["old/receive-lost.vhd"]);
-    let begun = json(dir, &["move", "receive-lost", "--to", &to(dir, "disk.vhd"), "--rate", "4M"]);
+    let begun = json(dir, &["move", "receive-lost", "--to", &to(dir, "disk.vhd"), "--rate", "4M", "--background"]);
     eventually("something was copied", || job(dir, "receive-lost")["done_bytes"].as_u64() > Some(0));
     there.kill();
     let there = receive(dir);

@@ -52,7 +52,7 @@ fn checkpoints_go_along_to_another_host_with_their_blocks() {
     write(&served, 500);
     ok(dir, &["checkpoint", "marks-go", "second"]);
     write(&served, 7);
-    json(dir, &["move", "marks-go", "--to", &to(dir, "disk.vhd"), "--rate", "16M"]);
+    json(dir, &["move", "marks-go", "--to", &to(dir, "disk.vhd"), "--rate", "16M", "--background"]);
     write(&served, 600);
     ok(dir, &["job", job(dir, "marks-go")["id"].as_str().unwrap(), "rate", "none"]);
     eventually("it is done", || job(dir, "marks-go")["state"] == "done");
@@ -96,7 +96,7 @@ fn goes_without_checkpoints(has_some: bool) {
     if has_some {
         ok(dir, &["checkpoint", "marks-no", "then"]);
     }
-    json(dir, &["move", "marks-no", "--to", &to(dir, "disk.raw"), "--rate", "16M"]);
+    json(dir, &["move", "marks-no", "--to", &to(dir, "disk.raw"), "--rate", "16M", "--background"]);
     // Nothing can be removed there that is no file.
     fs::create_dir(dir.join("there/.disk.raw.spile-new-changes")).unwrap();
     ok(dir, &["job", job(dir, "marks-no")["id"].as_str().unwrap(), "rate", "none"]);
@@ -178,7 +178,7 @@ fn no_mark_is_missing_after_a_kill(name: &str, kills_there: bool, after_ms: u64)
     let mut served = serve(dir, &format!("old/{name}.raw"));
     ok(dir, &["checkpoint", name, "then"]);
     let writer = Writer::start(&served);
-    json(dir, &["move", name, "--to", &to(dir, "disk.raw")]);
+    json(dir, &["move", name, "--to", &to(dir, "disk.raw"), "--background"]);
     thread::sleep(Duration::from_millis(after_ms));
     if kills_there {
         there.kill();

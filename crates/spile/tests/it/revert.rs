@@ -21,7 +21,7 @@ fn a_disk_goes_back_to_its_snapshot() {
     let first = |disk: &str| raw_of(dir, disk, "out.raw")[0];
     assert_eq!((first("a.vhd"), first("s.vhd")), (2, 1));
     fails(dir, 2, &["revert", "a.vhd", "s.vhd"]);
-    let kept = json(dir, &["revert", "a.vhd", "s.vhd", "--keep", "t"]);
+    let kept = json(dir, &["revert", "a.vhd", "s.vhd", "--keep", "t.vhd"]);
     assert!(kept["kept_path"].as_str().unwrap().ends_with("/t.vhd"));
     assert_eq!((first("a.vhd"), first("t.vhd"), first("s.vhd")), (1, 2, 1));
     assert_eq!(images(dir), ["a.vhd", "s.vhd", "t.vhd"]);
@@ -81,7 +81,7 @@ fn a_disk_in_use_goes_back_only_by_an_order_that_says_so() {
     let said = fails(dir, 1, &["revert", "back-used", "s", "--discard"]);
     assert!(said.contains("in use by 1 connection") && said.contains("--in-use"), "{said}");
     assert_eq!((first(), images(dir)), (2, vec!["a.vhd".into(), "s.vhd".into()]));
-    let went = json(dir, &["revert", "back-used", "s", "--keep", "t", "--in-use"]);
+    let went = json(dir, &["revert", "back-used", "s", "--keep", "t.vhd", "--in-use"]);
     assert!(went["kept_path"].as_str().unwrap().ends_with("/t.vhd") && went["trouble"].is_null(), "{went}");
     assert_eq!(first(), 1);
     // What it held can be read and cloned at once; and it can be gone on to.
@@ -103,7 +103,7 @@ fn no_write_falls_between_what_a_disk_held_and_what_it_holds() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     ok(dir, &["create", "w.vhd", "--size", "256M"]);
-    ok(dir, &["snapshot", "w.vhd", "--name", "empty"]);
+    ok(dir, &["snapshot", "w.vhd", "--name", "empty.vhd"]);
     let served = serve(dir, &["w.vhd,name=back-written"]);
     let (written, is_over) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
     let writer = {
@@ -121,7 +121,7 @@ fn no_write_falls_between_what_a_disk_held_and_what_it_holds() {
     };
     let more = |than: u64| eventually("the writer goes on", || written.load(Ordering::SeqCst) > than);
     more(50);
-    json(dir, &["revert", "back-written", "empty", "--keep", "before", "--in-use"]);
+    json(dir, &["revert", "back-written", "empty", "--keep", "before.vhd", "--in-use"]);
     more(written.load(Ordering::SeqCst) + 50);
     is_over.store(true, Ordering::SeqCst);
     writer.join().unwrap();
@@ -177,7 +177,7 @@ fn a_served_disk_keeps_its_size() {
     Client::connect(&served.uri()).unwrap().write(20 << 20, &[9; 4096], true).unwrap();
     ok(dir, &["create", "long.vhd", "--size", "64M"]);
     eventually("the client has gone", || {
-        let said = fails(dir, 2, &["revert", "back-sized", "long", "--discard", "--in-use"]);
+        let said = fails(dir, 2, &["revert", "back-sized", "./long.vhd", "--discard", "--in-use"]);
         said.contains("64 MiB") && said.contains("spile resize")
     });
     ok(dir, &["revert", "back-sized", "s", "--discard", "--in-use"]);
@@ -205,14 +205,14 @@ fn a_served_disk_that_cannot_go_back_goes_on() {
     let before = images(dir);
     let served = serve(dir, &["a.vhd,name=back-refused"]);
     for (args, code, why) in [
-        (&["s.vhd", "--keep", "s"][..], 1, "already"),
+        (&["s.vhd", "--keep", "s.vhd"][..], 1, "already"),
         (&["a.vhd", "--discard"], 2, "the disk itself"),
         (&["missing", "--discard"], 1, "missing"),
         (&["s", "--discard", "--allow-parents", "/"], 2, "--allow-parents is for a disk that no server has"),
         (&["s", "--discard", "--format", "raw"], 2, "--format is for a disk that no server has"),
         (&["/etc/hostname", "--discard", "--in-use"], 2, "extension"),
         // That the disk's name would belie its new leaf is found when what it held is a snapshot already.
-        (&["other.qcow2", "--keep", "t"], 1, "misread"),
+        (&["./other.qcow2", "--keep", "t.vhd"], 1, "misread"),
     ] {
         let said = fails(dir, code, &[&["revert", "back-refused"], args].concat());
         assert!(said.contains(why), "{args:?}: {said}");
@@ -267,11 +267,11 @@ fn a_name_means_one_image() {
     fs::create_dir(dir.join("here")).unwrap();
     let here = dir.join("here");
     // Beside the disk.
-    ok(&here, &["revert", "../a.vhd", "s", "--keep", "t"]);
+    ok(&here, &["revert", "../a.vhd", "s", "--keep", "t.vhd"]);
     ok(&here, &["create", "s.vhd", "--size", "16M"]);
     for name in ["s", "s.vhd"] {
         let said = fails(&here, 2, &["revert", "../a.vhd", name, "--discard"]);
-        assert!(said.contains(&format!("several images are called {name}")) && said.contains("../s.vhd"), "{said}");
+        assert!(said.contains(&format!("several images are called {name}")) && said.contains("/s.vhd"), "{said}");
     }
     // A folder is no image.
     fs::create_dir(here.join("t")).unwrap();

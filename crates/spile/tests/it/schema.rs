@@ -54,7 +54,7 @@ fn commands_on_images_print_what_their_schemas_say() {
         assert_prints(dir, "check", &[disk]);
         assert_prints(dir, "measure", &[disk, "--to", "vhd"]);
     }
-    assert_prints(dir, "snapshot", &["b.vhd", "--name", "kept"]);
+    assert_prints(dir, "snapshot", &["b.vhd", "--name", "kept.vhd"]);
     assert!(assert_prints(dir, "delete", &["kept.vhd"])["child_path"].is_string());
     assert!(assert_prints(dir, "delete", &["kept.vhd", "--undo"])["is_kept"] == true);
     assert_prints(dir, "delete", &["kept.vhd"]);

@@ -240,7 +240,7 @@ fn a_word_that_names_a_disk_and_another_file_is_refused() {
         let output = run(dir, command);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!output.status.success() && said.contains("./boot-of-this-test.raw"), "{command:?}: {said}");
-        assert!(said.contains("--name boot-of-this-test.raw"), "{command:?}: {said}");
+        assert!(said.contains("--disk boot-of-this-test.raw"), "{command:?}: {said}");
     }
     assert_eq!([size("z/disk.raw"), size("boot-of-this-test.raw")], [MIB; 2]);
     ok(dir, &["resize", "./boot-of-this-test.raw", "2M"]);
@@ -304,15 +304,15 @@ fn a_name_is_not_enough_while_a_server_does_not_say_which_disks_it_has() {
         Served::spawn(&mut command, dir.join(folder).join("n")).unwrap()
     };
     let (one, other) = (start("one"), start("other"));
-    assert!(fails(dir, 2, &["snapshot", "twice", "--name", "s"]).contains("several servers"));
+    assert!(fails(dir, 2, &["snapshot", "twice", "--name", "s.vhd"]).contains("several servers"));
     one.signal(nix::sys::signal::Signal::SIGSTOP);
-    for command in [&["snapshot", "twice", "--name", "s"][..], &["detach", "twice"], &["resize", "twice", "16M"]] {
+    for command in [&["snapshot", "twice", "--name", "s.vhd"][..], &["detach", "twice"], &["resize", "twice", "16M"]] {
         let said = fails(dir, 1, command);
         assert!(said.contains("is not known") && said.contains("other/twice.vhd"), "{command:?}: {said}");
     }
-    ok(dir, &["snapshot", "other/twice.vhd", "--name", "s"]);
+    ok(dir, &["snapshot", "other/twice.vhd", "--name", "s.vhd"]);
     one.signal(nix::sys::signal::Signal::SIGCONT);
     assert!(one.terminate().success());
-    ok(dir, &["snapshot", "twice", "--name", "t"]);
+    ok(dir, &["snapshot", "twice", "--name", "t.vhd"]);
     assert!(other.terminate().success());
 }

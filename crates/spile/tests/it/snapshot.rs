@@ -46,21 +46,27 @@ fn a_disk_under_load_gets_snapshots_that_never_change() {
         load.goes_on(&served);
         let name = format!("s{number}");
         let made = json(dir, &["snapshot", "snap-live", "--name", &name]);
-        assert_eq!(made["snapshot_path"], dir.canonicalize().unwrap().join(format!("s{number}.vhd")).to_str().unwrap());
+        assert_eq!(
+            made["snapshot_path"],
+            dir.canonicalize().unwrap().join(format!("snap-live-s{number}.vhd")).to_str().unwrap()
+        );
         assert!(made["longest_stall_us"].as_f64().unwrap() > 0.0 && made["trouble"].is_null(), "{made}");
     }
     let shown = json(dir, &["show", "snap-live"]);
     let layers: Vec<_> =
         shown["layers"].as_array().unwrap().iter().map(|layer| layer["path"].as_str().unwrap()).collect();
     assert_eq!(layers.len(), 5);
-    assert!(layers[0].ends_with("/snap-live.vhd") && layers[1].ends_with("/s3.vhd") && layers[4].ends_with("/s0.vhd"));
+    assert!(layers[0].ends_with("/snap-live.vhd") && layers[1].ends_with("-s3.vhd") && layers[4].ends_with("-s0.vhd"));
     // A snapshot is readable while the disk goes on.
-    let before = raw_of(dir, "s2.vhd", "before.raw");
+    let before = raw_of(dir, "snap-live-s2.vhd", "before.raw");
     load.goes_on(&served);
     assert_eq!(load.end(), 0);
-    assert!(raw_of(dir, "s2.vhd", "after.raw") == before, "a snapshot has changed");
+    assert!(raw_of(dir, "snap-live-s2.vhd", "after.raw") == before, "a snapshot has changed");
     assert!(served.terminate().success());
-    assert_eq!(chain(dir, "snap-live.vhd"), ["snap-live.vhd", "s3.vhd", "s2.vhd", "s1.vhd", "s0.vhd"]);
+    assert_eq!(
+        chain(dir, "snap-live.vhd"),
+        ["snap-live.vhd", "snap-live-s3.vhd", "snap-live-s2.vhd", "snap-live-s1.vhd", "snap-live-s0.vhd"]
+    );
     assert_eq!(images(dir).len(), 5);
     ok(dir, &["check", "snap-live.vhd"]);
 }
@@ -102,7 +108,7 @@ fn a_successor_takes_over_after_a_snapshot() {
     ok(dir, &["snapshot", "c", "--name", "t"]);
     assert_eq!(load.end(), 0);
     assert!(next.terminate().success());
-    assert_eq!(chain(dir, "snap-over.vhd"), ["snap-over.vhd", "t.vhd", "s.vhd"]);
+    assert_eq!(chain(dir, "snap-over.vhd"), ["snap-over.vhd", "snap-over-t.vhd", "snap-over-s.vhd"]);
 }
 
 #[test]
@@ -111,7 +117,7 @@ fn a_disk_that_nobody_serves_is_frozen_and_cloned() {
     let dir = dir.path();
     fs::write(dir.join("base.raw"), vec![7; MIB as usize]).unwrap();
     ok(dir, &["convert", "base.raw", "a.vhd", "--size", "16M"]);
-    let made = json(dir, &["snapshot", "a.vhd", "--name", "s"]);
+    let made = json(dir, &["snapshot", "a.vhd", "--name", "s.vhd"]);
     assert_eq!(made["longest_stall_us"], 0.0);
     assert_eq!(chain(dir, "a.vhd"), ["a.vhd", "s.vhd"]);
     let cloned = json(dir, &["clone", "s.vhd", "b.vhd"]);
@@ -121,8 +127,8 @@ fn a_disk_that_nobody_serves_is_frozen_and_cloned() {
     // A clone of a disk in use begins with a snapshot, and says its name.
     let _served = serve(dir, &["a.vhd,name=snap-clone"]);
     let cloned = json(dir, &["clone", "snap-clone", "c.vhd"]);
-    assert!(cloned["parent_path"].as_str().unwrap().ends_with("/snap-clone-before-c.vhd"), "{cloned}");
-    assert_eq!(chain(dir, "c.vhd"), ["c.vhd", "snap-clone-before-c.vhd", "s.vhd"]);
+    assert!(cloned["parent_path"].as_str().unwrap().ends_with("/a-before-c.vhd"), "{cloned}");
+    assert_eq!(chain(dir, "c.vhd"), ["c.vhd", "a-before-c.vhd", "s.vhd"]);
 }
 
 /// What lies beside a disk has longer names than the disk.
@@ -166,7 +172,7 @@ fn what_cannot_have_a_snapshot_says_why_and_leaves_nothing() {
     assert!(!dir.join("backup.vhd.spile-backup").exists());
     assert_eq!(images(dir), all);
     refused(2, "a.vhd", &"x".repeat(245), "too long");
-    refused(1, "a.vhd", "parent", "choose another name");
+    refused(1, "a.vhd", "parent.vhd", "choose another name");
     refused(1, "./missing.vhd", "s", "it cannot be found");
     refused(1, "parent.vhd", "s", "child.vhd");
     refused(1, "missing.vhd", "s", "missing.vhd");
@@ -230,7 +236,7 @@ fn what_an_earlier_snapshot_has_left_goes_with_the_next_one() {
     fs::rename(dir.join("new.vhd"), dir.join(".a.vhd.spile-new")).unwrap();
     fs::remove_file(dir.join("s.vhd")).unwrap();
     fs::hard_link(dir.join("a.vhd"), dir.join("s.vhd")).unwrap();
-    ok(dir, &["snapshot", "snap-left", "--name", "t"]);
+    ok(dir, &["snapshot", "snap-left", "--name", "t.vhd"]);
     assert_eq!(images(dir), ["a.vhd", "t.vhd"]);
 }
 
@@ -243,7 +249,7 @@ pub fn with_snapshot(dir: &Path) {
         assert!(served.terminate().success());
     };
     write(1);
-    ok(dir, &["snapshot", "a.vhd", "--name", "s"]);
+    ok(dir, &["snapshot", "a.vhd", "--name", "s.vhd"]);
     write(2);
 }
 
@@ -256,9 +262,9 @@ fn a_disk_with_a_job_that_is_not_finished_neither_goes_back_nor_goes() {
     let before = images(dir);
     for args in [
         &["revert", "a.vhd", "s.vhd", "--discard"][..],
-        &["revert", "a.vhd", "s.vhd", "--keep", "t"],
+        &["revert", "a.vhd", "s.vhd", "--keep", "t.vhd"],
         &["delete", "a.vhd"],
-        &["snapshot", "a.vhd", "--name", "t"],
+        &["snapshot", "a.vhd", "--name", "t.vhd"],
     ] {
         let said = fails(dir, 1, args);
         assert!(said.contains("spile jobs"), "{args:?}: {said}");
@@ -277,7 +283,7 @@ fn a_way_back_that_fails_leaves_no_snapshot() {
     fs::remove_file(dir.join(".a.vhd.spile-children")).unwrap();
     let before = images(dir);
     // That the image needs the disk's own leaf is found only when the snapshot is there.
-    let back = ["revert", "a.vhd", "other/c.vhd", "--keep", "t", "--no-lock", "--allow-parents", "."];
+    let back = ["revert", "a.vhd", "other/c.vhd", "--keep", "t.vhd", "--no-lock", "--allow-parents", "."];
     let said = fails(dir, 2, &[&back[..], &["--allow-parents", "other"]].concat());
     assert!(said.contains("what would be lost"), "{said}");
     assert_eq!((images(dir), raw_of(dir, "a.vhd", "out.raw")[0]), (before, 2));
@@ -298,7 +304,7 @@ fn a_clone_that_is_refused_leaves_no_snapshot() {
     assert_eq!(images(dir), ["a.vhd"]);
     // A failure after the snapshot says its name.
     let said = fails(dir, 1, &["clone", "snap-refused", "/proc/b.vhd", "--allow-parents", "."]);
-    assert!(said.contains("snap-refused-before-b.vhd"), "{said}");
+    assert!(said.contains("a-before-b.vhd"), "{said}");
 }
 
 #[test]
@@ -309,7 +315,7 @@ fn a_disk_whose_name_has_slashes_is_found() {
         ok(dir, &["create", "a.vhd", "--size", "16M"]);
         let served = serve(dir, &[&format!("a.vhd,name={name}")]);
         assert_eq!(json(dir, &["show", name])["name"], *name);
-        ok(dir, &["snapshot", "a.vhd", "--name", "s"]);
+        ok(dir, &["snapshot", "a.vhd", "--name", "s.vhd"]);
         assert!(served.terminate().success());
         ["a.vhd", "s.vhd"].iter().for_each(|image| fs::remove_file(dir.join(image)).unwrap());
     }
@@ -338,7 +344,7 @@ fn an_image_whose_parent_is_gone_is_deleted_unless_others_need_it() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     with_snapshot(dir);
-    ok(dir, &["snapshot", "a.vhd", "--name", "t"]);
+    ok(dir, &["snapshot", "a.vhd", "--name", "t.vhd"]);
     ok(dir, &["clone", "t.vhd", "b.vhd"]);
     fs::remove_file(dir.join("s.vhd")).unwrap();
     fails(dir, 3, &["check", "a.vhd"]);
@@ -386,4 +392,59 @@ fn a_tree_shows_families_and_who_uses_them() {
     fs::create_dir(dir.join("links")).unwrap();
     std::os::unix::fs::symlink("../b.vhd", dir.join("links/far.vhd")).unwrap();
     assert_eq!(json(dir, &["tree", "links"])["images"][0]["parent_missing"], false);
+}
+
+#[test]
+fn two_disks_of_a_folder_have_snapshots_of_one_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for (disk, byte) in [("one", 1), ("other", 2)] {
+        fs::write(dir.join("bytes.raw"), vec![byte; MIB as usize]).unwrap();
+        ok(dir, &["convert", "bytes.raw", &format!("{disk}.vhd")]);
+        ok(dir, &["snapshot", &format!("{disk}.vhd"), "--name", "daily"]);
+    }
+    fs::remove_file(dir.join("bytes.raw")).unwrap();
+    assert_eq!(images(dir), ["one-daily.vhd", "one.vhd", "other-daily.vhd", "other.vhd"]);
+    let said = fails(dir, 1, &["snapshot", "one.vhd", "--name", "daily"]);
+    assert!(said.contains("has a snapshot daily already") && said.contains("choose another name"), "{said}");
+    let _served = serve(dir, &["one.vhd,name=snap-same"]);
+    for disk in ["snap-same", "other.vhd"] {
+        let gone = json(dir, &["revert", disk, "daily", "--discard"]);
+        let own = if disk == "other.vhd" { "/other-daily.vhd" } else { "/one-daily.vhd" };
+        assert!(gone["snapshot_path"].as_str().unwrap().ends_with(own), "{gone}");
+    }
+    // The names that there are.
+    for disk in ["snap-same", "other.vhd"] {
+        let said = fails(dir, 1, &["revert", disk, "dayly", "--discard"]);
+        assert!(said.contains("no snapshot \"dayly\"") && said.contains("its snapshots are daily"), "{said}");
+    }
+    ok(dir, &["coalesce", "snap-same"]);
+    assert_eq!(images(dir), ["one.vhd", "other-daily.vhd", "other.vhd"]);
+    // A snapshot is deleted by its disk and its name.
+    assert!(fails(dir, 1, &["delete", "snap-same", "daily"]).contains("no snapshot"));
+    assert!(json(dir, &["delete", "other.vhd", "daily"])["child_path"].as_str().unwrap().ends_with("/other.vhd"));
+    ok(dir, &["gc", "."]);
+    assert_eq!(images(dir), ["one.vhd", "other.vhd"]);
+}
+
+/// Earlier versions called the file by the name alone.
+#[test]
+fn a_snapshot_of_an_earlier_version_is_found_and_that_of_another_disk_is_not_taken_for_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    ok(dir, &["create", "one.vhd", "--size", "16M"]);
+    ok(dir, &["create", "other.vhd", "--size", "16M"]);
+    ok(dir, &["snapshot", "one.vhd", "--name", "daily.vhd"]);
+    assert_eq!(images(dir), ["daily.vhd", "one.vhd", "other.vhd"]);
+    assert!(fails(dir, 1, &["snapshot", "one.vhd", "--name", "daily"]).contains("has a snapshot daily already"));
+    ok(dir, &["revert", "one.vhd", "daily", "--keep", "later"]);
+    let said = fails(dir, 2, &["revert", "other.vhd", "daily", "--discard"]);
+    assert!(said.contains("nothing in common") && said.contains("./daily.vhd"), "{said}");
+    assert_eq!(chain(dir, "other.vhd"), ["other.vhd"]);
+    // What the disk does not lie over any more is its snapshot all the same.
+    ok(dir, &["revert", "one.vhd", "later", "--discard"]);
+    assert_eq!(chain(dir, "one.vhd"), ["one.vhd", "one-later.vhd", "daily.vhd"]);
+    ok(dir, &["snapshot", "other.vhd", "--name", "daily"]);
+    ok(dir, &["coalesce", "one.vhd", "--layer", "later"]);
+    assert_eq!(chain(dir, "one.vhd"), ["one.vhd", "daily.vhd"]);
 }

@@ -68,6 +68,7 @@ impl SlowExport {
         let export = Export {
             name: String::new(),
             description: String::new(),
+            disk_name: "slow".to_owned(),
             disk: disk.clone(),
             read_only: false,
             checkpoints: None,

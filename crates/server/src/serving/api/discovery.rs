@@ -13,6 +13,7 @@ use spile_nbd_wire::uri::{Address, NbdUri};
 use super::client::{LOOK_PATIENCE, ask, runtime, typed, within};
 use super::types::{Disk, DiskList, Job, JobList};
 use crate::disks;
+use crate::listen::is_dead;
 use crate::socket_path::short_name;
 
 /// The extension of a control socket's file name.
@@ -142,6 +143,14 @@ pub fn sockets(folder: &Path) -> Result<Vec<PathBuf>> {
     with_extension(folder, EXTENSION)
 }
 
+/// The control sockets of this host that servers have left which did not end in order: nobody listens there.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn ended() -> Result<Vec<PathBuf>> {
+    Ok(sockets(&folder()?)?.into_iter().filter(|socket| is_dead(socket)).collect())
+}
+
 /// The sockets of commands in a folder, as [`sockets`] has those of servers.
 ///
 /// # Errors
@@ -253,7 +262,7 @@ fn ambiguous(text: &str, socket: &Path, disk: &Disk) -> Error {
     let (server, name, path) = (socket.display(), &disk.name, &disk.path);
     let what = format!("{text:?} is a file here, and the name of a disk whose image is another file, {path}");
     Error::new(ErrorKind::InvalidInput, what)
-        .hint(format!("name the file as ./{text}, or the disk by its server: {server} --name {name}"))
+        .hint(format!("name the file as ./{text}, or the disk by its server: {server} --disk {name}"))
 }
 
 /// The control socket of the server that a user means: a path, the name of a socket in the folder, or the name of one of

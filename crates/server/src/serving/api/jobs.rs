@@ -84,22 +84,22 @@ pub fn router(jobs: Arc<dyn HasJobs>) -> Router {
 
 /// The jobs on the disks' images: of each disk the one that is under way, and the last ones that have ended.
 #[utoipa::path(get, operation_id = "jobs", path = "/v1/jobs",
-    responses((status = 200, body = JobList), (status = "default", body = Failure)))]
+    responses((status = 200, description = "what was asked for", body = JobList), (status = "default", description = "why it has failed", body = Failure)))]
 pub(super) async fn list(State(Jobs(jobs)): State<Jobs>) -> Answer {
     Ok(json(StatusCode::OK, &JobList { jobs: jobs.jobs()? }))
 }
 
 /// One job.
-#[utoipa::path(get, operation_id = "job", path = "/v1/jobs/{id}", params(("id", description = "the job's name")),
-    responses((status = 200, body = Job), (status = "default", body = Failure)))]
+#[utoipa::path(get, operation_id = "job", path = "/v1/jobs/{id}", params(("id" = String, Path, description = "the job's name")),
+    responses((status = 200, description = "what was asked for", body = Job), (status = "default", description = "why it has failed", body = Failure)))]
 pub(super) async fn show(State(Jobs(jobs)): State<Jobs>, Path(id): Path<String>) -> Answer {
     shown(&*jobs, &id)
 }
 
 /// Pauses a job, has it go on, cancels it, or changes its rate. What it has done stays done. `handed_over` is answered when that is so.
 #[utoipa::path(patch, operation_id = "change_job", path = "/v1/jobs/{id}",
-    params(("id", description = "the job's name")), request_body = JobChange,
-    responses((status = 200, body = Job), (status = "default", body = Failure)))]
+    params(("id" = String, Path, description = "the job's name")), request_body = JobChange,
+    responses((status = 200, description = "what was asked for", body = Job), (status = "default", description = "why it has failed", body = Failure)))]
 pub(super) async fn change(State(Jobs(jobs)): State<Jobs>, Path(id): Path<String>, body: Body) -> Answer {
     jobs.change(&id, &read(body).await?).await?;
     shown(&*jobs, &id)

@@ -225,30 +225,30 @@ async fn openapi() -> Response {
 }
 
 /// The disks that are served.
-#[utoipa::path(get, path = "/v1/disks", responses((status = 200, body = DiskList), (status = "default", body = Failure)))]
+#[utoipa::path(get, path = "/v1/disks", responses((status = 200, description = "what was asked for", body = DiskList), (status = "default", description = "why it has failed", body = Failure)))]
 async fn list(State(context): State<Context>) -> Answer {
     context.disks(StatusCode::OK)
 }
 
 /// A disk with its layers and what was counted of it.
-#[utoipa::path(get, path = "/v1/disks/{name}", params(("name", description = "the disk's name")),
-    responses((status = 200, body = DiskDetail), (status = "default", body = Failure)))]
+#[utoipa::path(get, path = "/v1/disks/{name}", params(("name" = String, Path, description = "the disk's name")),
+    responses((status = 200, description = "what was asked for", body = DiskDetail), (status = "default", description = "why it has failed", body = Failure)))]
 async fn show(State(context): State<Context>, Path(name): Path<String>) -> Answer {
     context.disk(StatusCode::OK, &name)
 }
 
 /// Serves one more disk. The answer lists all disks.
 #[utoipa::path(post, path = "/v1/disks", request_body = Attach,
-    responses((status = 201, body = DiskList), (status = "default", body = Failure)))]
+    responses((status = 201, description = "what there is now", body = DiskList), (status = "default", description = "why it has failed", body = Failure)))]
 async fn attach(State(context): State<Context>, body: Body) -> Answer {
     context.ask(Order::Attach(read(body).await?)).await?;
     context.disks(StatusCode::CREATED)
 }
 
 /// Serves a disk no more and closes it. Refused while guests or clients are connected to it or it has a job, unless the query is `force`.
-#[utoipa::path(delete, path = "/v1/disks/{name}", params(("name", description = "the disk's name"),
+#[utoipa::path(delete, path = "/v1/disks/{name}", params(("name" = String, Path, description = "the disk's name"),
     ("force" = Option<bool>, Query, description = "also when it is in use: its guests and NBD clients are cut off, and its job is ended")),
-    responses((status = 200, body = Detached), (status = "default", body = Failure)))]
+    responses((status = 200, description = "what was asked for", body = Detached), (status = "default", description = "why it has failed", body = Failure)))]
 async fn detach(State(context): State<Context>, Path(name): Path<String>, RawQuery(query): RawQuery) -> Answer {
     let force = query.is_some_and(|query| matches!(query.as_str(), "force" | "force=true"));
     let jobs =
@@ -264,8 +264,8 @@ async fn detach(State(context): State<Context>, Path(name): Path<String>, RawQue
 
 /// Changes a disk: makes it longer, which its guests see at once, or changes what is done about trouble below it
 /// or with the sizes of its requests, or what limits it.
-#[utoipa::path(patch, path = "/v1/disks/{name}", params(("name", description = "the disk's name")), request_body = Change,
-    responses((status = 200, body = DiskDetail), (status = "default", body = Failure)))]
+#[utoipa::path(patch, path = "/v1/disks/{name}", params(("name" = String, Path, description = "the disk's name")), request_body = Change,
+    responses((status = 200, description = "what was asked for", body = DiskDetail), (status = "default", description = "why it has failed", body = Failure)))]
 async fn change(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
     let change: Change = read(body).await?;
     // What is no shape is refused before anything has changed.
@@ -284,23 +284,23 @@ async fn change(State(context): State<Context>, Path(name): Path<String>, body: 
 }
 
 /// What the disk's images say of themselves. `spile info` prints the same.
-#[utoipa::path(get, path = "/v1/disks/{name}/info", params(("name", description = "the disk's name")),
-    responses((status = 200, body = Info), (status = "default", body = Failure)))]
+#[utoipa::path(get, path = "/v1/disks/{name}/info", params(("name" = String, Path, description = "the disk's name")),
+    responses((status = 200, description = "what was asked for", body = Info), (status = "default", description = "why it has failed", body = Failure)))]
 async fn info(State(context): State<Context>, Path(name): Path<String>) -> Answer {
     Ok(json(StatusCode::OK, &context.view.info(&context.server, &name)?))
 }
 
 /// What was counted of the disk since its server began, in each layer that a request passes: requests, bytes, latencies and queue sizes.
 /// Two answers give what happened between them.
-#[utoipa::path(get, path = "/v1/disks/{name}/stats", params(("name", description = "the disk's name")),
-    responses((status = 200, body = DiskStats), (status = "default", body = Failure)))]
+#[utoipa::path(get, path = "/v1/disks/{name}/stats", params(("name" = String, Path, description = "the disk's name")),
+    responses((status = 200, description = "what was asked for", body = DiskStats), (status = "default", description = "why it has failed", body = Failure)))]
 async fn stats(State(context): State<Context>, Path(name): Path<String>) -> Answer {
     Ok(off_the_thread(move || Ok(json(StatusCode::OK, &context.view.stats(&context.server, &name)?))).await?)
 }
 
 /// Begins a job on a disk's images. The answer comes once it is known that nothing refuses it.
 #[utoipa::path(post, path = "/v1/jobs", request_body = NewJob,
-    responses((status = 201, body = Job), (status = "default", body = Failure)))]
+    responses((status = 201, description = "what there is now", body = Job), (status = "default", description = "why it has failed", body = Failure)))]
 async fn begin_job(State(context): State<Context>, body: Body) -> Answer {
     let new: NewJob = read(body).await?;
     Ok(json(StatusCode::CREATED, &context.view.begin_job(&context.server, &new).await?))
@@ -308,27 +308,27 @@ async fn begin_job(State(context): State<Context>, body: Body) -> Answer {
 
 /// Begins backups of one disk, or of several at one point in time: a job for each disk. The answer comes once the point in time has come.
 #[utoipa::path(post, path = "/v1/backups", request_body = NewBackup,
-    responses((status = 201, body = JobList), (status = "default", body = Failure)))]
+    responses((status = 201, description = "what there is now", body = JobList), (status = "default", description = "why it has failed", body = Failure)))]
 async fn begin_backup(State(context): State<Context>, body: Body) -> Answer {
     let new: NewBackup = read(body).await?;
     Ok(json(StatusCode::CREATED, &JobList { jobs: context.view.begin_backup(&context.server, &new).await? }))
 }
 
 /// What the server's workers have done since it began, and what has woken them up. Two answers give what happened between them.
-#[utoipa::path(get, path = "/v1/workers", responses((status = 200, body = Workers), (status = "default", body = Failure)))]
+#[utoipa::path(get, path = "/v1/workers", responses((status = 200, description = "what was asked for", body = Workers), (status = "default", description = "why it has failed", body = Failure)))]
 async fn workers(State(context): State<Context>) -> Response {
     json(StatusCode::OK, &context.view.workers(&context.server))
 }
 
 /// The groups in which disks of this server share limits.
-#[utoipa::path(get, path = "/v1/groups", responses((status = 200, body = GroupList)))]
+#[utoipa::path(get, path = "/v1/groups", responses((status = 200, description = "what was asked for", body = GroupList)))]
 async fn groups(State(context): State<Context>) -> Response {
     json(StatusCode::OK, &context.view.groups())
 }
 
 /// Changes the limits that the disks of a group share. The group is made if there is none of this name.
-#[utoipa::path(patch, path = "/v1/groups/{name}", params(("name", description = "the group's name")), request_body = ChangeLimits,
-    responses((status = 200, body = GroupList), (status = "default", body = Failure)))]
+#[utoipa::path(patch, path = "/v1/groups/{name}", params(("name" = String, Path, description = "the group's name")), request_body = ChangeLimits,
+    responses((status = 200, description = "what was asked for", body = GroupList), (status = "default", description = "why it has failed", body = Failure)))]
 async fn change_group(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
     context.view.set_group_limits(&name, &read(body).await?).await?;
     Ok(json(StatusCode::OK, &context.view.groups()))
@@ -336,17 +336,17 @@ async fn change_group(State(context): State<Context>, Path(name): Path<String>, 
 
 /// What was counted of all disks since the server began, as in `/v1/disks/{name}/stats`.
 #[utoipa::path(get, path = "/v1/stats",
-    responses((status = 200, body = AllStats), (status = "default", body = Failure)))]
+    responses((status = 200, description = "what was asked for", body = AllStats), (status = "default", description = "why it has failed", body = Failure)))]
 async fn all_stats(State(context): State<Context>) -> Answer {
     Ok(off_the_thread(move || Ok(json(StatusCode::OK, &context.view.all_stats(&context.server)?))).await?)
 }
 
 /// Where the disk's bytes lie, part by part: each answer says where the next part begins. Guests may write meanwhile: each part is
 /// right for the moment in which it was found.
-#[utoipa::path(get, path = "/v1/disks/{name}/map", params(("name", description = "the disk's name"),
+#[utoipa::path(get, path = "/v1/disks/{name}/map", params(("name" = String, Path, description = "the disk's name"),
     ("offset_bytes" = Option<u64>, Query, description = "where the part begins; 0 when left out"),
     ("max_runs" = Option<u64>, Query, description = "the most runs in the answer, up to 4096, which it is when left out")),
-    responses((status = 200, body = MapPart), (status = "default", body = Failure)))]
+    responses((status = 200, description = "what was asked for", body = MapPart), (status = "default", description = "why it has failed", body = Failure)))]
 async fn map(State(context): State<Context>, Path(name): Path<String>, RawQuery(query): RawQuery) -> Answer {
     let (mut offset_bytes, mut max_runs) = (0, MAX_RUNS);
     for (key, value) in numbers(query.as_deref().unwrap_or_default())? {
@@ -360,25 +360,25 @@ async fn map(State(context): State<Context>, Path(name): Path<String>, RawQuery(
 }
 
 /// The disk's checkpoints.
-#[utoipa::path(get, path = "/v1/disks/{name}/checkpoints", params(("name", description = "the disk's name")),
-    responses((status = 200, body = CheckpointList), (status = "default", body = Failure)))]
+#[utoipa::path(get, path = "/v1/disks/{name}/checkpoints", params(("name" = String, Path, description = "the disk's name")),
+    responses((status = 200, description = "what was asked for", body = CheckpointList), (status = "default", description = "why it has failed", body = Failure)))]
 async fn checkpoints(State(context): State<Context>, Path(name): Path<String>) -> Answer {
     Ok(json(StatusCode::OK, &context.view.checkpoints(&name).await?))
 }
 
 /// Makes a checkpoint of the disk. From now on it is known which blocks have changed since. Guests go on meanwhile.
-#[utoipa::path(post, path = "/v1/disks/{name}/checkpoints", params(("name", description = "the disk's name")),
+#[utoipa::path(post, path = "/v1/disks/{name}/checkpoints", params(("name" = String, Path, description = "the disk's name")),
     request_body = NewCheckpoint,
-    responses((status = 201, body = CheckpointList), (status = "default", body = Failure)))]
+    responses((status = 201, description = "what there is now", body = CheckpointList), (status = "default", description = "why it has failed", body = Failure)))]
 async fn make_checkpoint(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
     let new: NewCheckpoint = read(body).await?;
     Ok(json(StatusCode::CREATED, &context.view.make_checkpoint(&name, new).await?))
 }
 
 /// Removes a checkpoint. What has changed since earlier ones stays known.
-#[utoipa::path(delete, path = "/v1/disks/{name}/checkpoints/{checkpoint}", params(("name", description = "the disk's name"),
-    ("checkpoint", description = "the checkpoint's name")),
-    responses((status = 200, body = CheckpointList), (status = "default", body = Failure)))]
+#[utoipa::path(delete, path = "/v1/disks/{name}/checkpoints/{checkpoint}", params(("name" = String, Path, description = "the disk's name"),
+    ("checkpoint" = String, Path, description = "the checkpoint's name")),
+    responses((status = 200, description = "what was asked for", body = CheckpointList), (status = "default", description = "why it has failed", body = Failure)))]
 async fn remove_checkpoint(State(context): State<Context>, Path((name, checkpoint)): Path<(String, String)>) -> Answer {
     Ok(json(StatusCode::OK, &context.view.remove_checkpoint(&name, checkpoint).await?))
 }
@@ -386,9 +386,9 @@ async fn remove_checkpoint(State(context): State<Context>, Path((name, checkpoin
 /// The blocks that may have changed since the checkpoint, part by part: each answer says where the next part begins. All blocks
 /// that had changed when the first part was asked for are among them.
 #[utoipa::path(get, path = "/v1/disks/{name}/checkpoints/{checkpoint}/changed",
-    params(("name", description = "the disk's name"), ("checkpoint", description = "the checkpoint's name"),
+    params(("name" = String, Path, description = "the disk's name"), ("checkpoint" = String, Path, description = "the checkpoint's name"),
     ("offset_bytes" = Option<u64>, Query, description = "where the part begins; 0 when left out")),
-    responses((status = 200, body = ChangedBlocks), (status = "default", body = Failure)))]
+    responses((status = 200, description = "what was asked for", body = ChangedBlocks), (status = "default", description = "why it has failed", body = Failure)))]
 async fn changed(
     State(context): State<Context>,
     Path((name, checkpoint)): Path<(String, String)>,
@@ -415,20 +415,20 @@ fn numbers(query: &str) -> Result<Vec<(&str, u64)>> {
 
 /// The slowest requests of about the last two minutes, and those that are in flight for long, with the phases in which their time
 /// went.
-#[utoipa::path(get, path = "/v1/disks/{name}/slow", params(("name", description = "the disk's name")),
-    responses((status = 200, body = SlowRequests), (status = "default", body = Failure)))]
+#[utoipa::path(get, path = "/v1/disks/{name}/slow", params(("name" = String, Path, description = "the disk's name")),
+    responses((status = 200, description = "what was asked for", body = SlowRequests), (status = "default", description = "why it has failed", body = Failure)))]
 async fn slow(State(context): State<Context>, Path(name): Path<String>) -> Answer {
     Ok(json(StatusCode::OK, &context.view.slow(&context.server, &name)?))
 }
 
 /// Traces the disk's requests for a time: each phase of each request by the processor's time stamp counter. The answer comes line
 /// by line while the trace runs, each line a JSON object. The trace ends earlier when the caller hangs up.
-#[utoipa::path(post, path = "/v1/disks/{name}/trace", params(("name", description = "the disk's name"),
+#[utoipa::path(post, path = "/v1/disks/{name}/trace", params(("name" = String, Path, description = "the disk's name"),
     ("for_ms" = Option<u64>, Query, description = "how long, in milliseconds, up to 120000; 5000 when left out"),
     ("max_requests" = Option<u64>, Query,
      description = "the most requests in the answer, up to 1000000; 100000 when left out. Further ones are counted as dropped")),
-    responses((status = 200, body = TraceLine, content_type = "application/x-ndjson"),
-        (status = "default", body = Failure)))]
+    responses((status = 200, description = "what was asked for", body = TraceLine, content_type = "application/x-ndjson"),
+        (status = "default", description = "why it has failed", body = Failure)))]
 async fn trace(State(context): State<Context>, Path(name): Path<String>, RawQuery(query): RawQuery) -> Answer {
     let (mut for_ms, mut max_requests) = (5000, 100_000);
     for (key, value) in numbers(query.as_deref().unwrap_or_default())? {
@@ -448,7 +448,7 @@ async fn trace(State(context): State<Context>, Path(name): Path<String>, RawQuer
 #[utoipa::path(get, path = "/v1/events", params(
     ("after" = Option<u64>, Query, description = "the `last` of the answer before; all events that are kept when left out"),
     ("wait_ms" = Option<u64>, Query, description = "how long to wait for the first event, in milliseconds, up to 120000; 0 when left out")),
-    responses((status = 200, body = EventList), (status = "default", body = Failure)))]
+    responses((status = 200, description = "what was asked for", body = EventList), (status = "default", description = "why it has failed", body = Failure)))]
 async fn events(RawQuery(query): RawQuery) -> Answer {
     let (mut after, mut wait_ms) = (None, 0);
     for (key, value) in numbers(query.as_deref().unwrap_or_default())? {
@@ -472,8 +472,8 @@ fn unknown_key(key: &str) -> Error {
 
 /// Holds all requests of the disk's guests back: when the answer comes, none is in flight, all is flushed, and the disk's files do not
 /// change any more. A caller that hangs up before gets no pause.
-#[utoipa::path(post, path = "/v1/disks/{name}/pause", params(("name", description = "the disk's name")), request_body = NewPause,
-    responses((status = 200, body = Paused), (status = "default", body = Failure)))]
+#[utoipa::path(post, path = "/v1/disks/{name}/pause", params(("name" = String, Path, description = "the disk's name")), request_body = NewPause,
+    responses((status = 200, description = "what was asked for", body = Paused), (status = "default", description = "why it has failed", body = Failure)))]
 async fn pause(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
     let (call, answer) = PauseCall::new(name, &read(body).await?)?;
     context.events.send(Event::Pause(call)).map_err(|_| ends())?;
@@ -483,8 +483,8 @@ async fn pause(State(context): State<Context>, Path(name): Path<String>, body: B
 /// Tries all requests again that wait for trouble below the disk to pass, and lets its guests in that wait because it moves between hosts. Or, when
 /// the body names a pause, ends that pause, and fails when this very pause is over: what was copied since it began may be of different moments.
 /// Without a body it fails while the disk is paused.
-#[utoipa::path(post, path = "/v1/disks/{name}/resume", params(("name", description = "the disk's name")),
-    request_body = Option<Resume>, responses((status = 200, body = Resumed), (status = "default", body = Failure)))]
+#[utoipa::path(post, path = "/v1/disks/{name}/resume", params(("name" = String, Path, description = "the disk's name")),
+    request_body = Option<Resume>, responses((status = 200, description = "what was asked for", body = Resumed), (status = "default", description = "why it has failed", body = Failure)))]
 async fn resume(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
     let bytes = bytes_of(body).await?;
     let Resume { pause, as_it_is } = if bytes.is_empty() { Resume::default() } else { parse(&bytes)? };
@@ -492,16 +492,16 @@ async fn resume(State(context): State<Context>, Path(name): Path<String>, body: 
 }
 
 /// Accepts what a failed sync of the disk may have lost: its flushes succeed again.
-#[utoipa::path(post, path = "/v1/disks/{name}/accept-loss", params(("name", description = "the disk's name")),
-    responses((status = 200, body = Accepted), (status = "default", body = Failure)))]
+#[utoipa::path(post, path = "/v1/disks/{name}/accept-loss", params(("name" = String, Path, description = "the disk's name")),
+    responses((status = 200, description = "what was asked for", body = Accepted), (status = "default", description = "why it has failed", body = Failure)))]
 async fn accept_loss(State(context): State<Context>, Path(name): Path<String>) -> Answer {
     Ok(json(StatusCode::OK, &context.view.accept_loss(&name)?))
 }
 
 /// Has the disk go back to what a snapshot holds. Requests that come meanwhile wait. Refused while guests or clients are connected, unless the
 /// order says `in_use`.
-#[utoipa::path(post, path = "/v1/disks/{name}/revert", params(("name", description = "the disk's name")),
-    request_body = NewRevert, responses((status = 200, body = Reverted), (status = "default", body = Failure)))]
+#[utoipa::path(post, path = "/v1/disks/{name}/revert", params(("name" = String, Path, description = "the disk's name")),
+    request_body = NewRevert, responses((status = 200, description = "what was asked for", body = Reverted), (status = "default", description = "why it has failed", body = Failure)))]
 async fn revert(State(context): State<Context>, Path(name): Path<String>, body: Body) -> Answer {
     let (call, answer) = RevertCall::new(name, read(body).await?);
     context.events.send(Event::Revert(call)).map_err(|_| ends())?;
@@ -510,7 +510,7 @@ async fn revert(State(context): State<Context>, Path(name): Path<String>, body: 
 
 /// Makes a snapshot of one disk, or of several at one point in time. Guests go on meanwhile.
 #[utoipa::path(post, path = "/v1/snapshots", request_body = NewSnapshot,
-    responses((status = 201, body = Snapshot), (status = "default", body = Failure)))]
+    responses((status = 201, description = "what there is now", body = Snapshot), (status = "default", description = "why it has failed", body = Failure)))]
 async fn snapshot(State(context): State<Context>, body: Body) -> Answer {
     let (call, answer) = SnapshotCall::new(read(body).await?);
     context.events.send(Event::Snapshot(call)).map_err(|_| ends())?;
@@ -519,15 +519,15 @@ async fn snapshot(State(context): State<Context>, body: Body) -> Answer {
 
 /// Listens on one more socket.
 #[utoipa::path(post, path = "/v1/exports", request_body = NewExport,
-    responses((status = 201, body = DiskList), (status = "default", body = Failure)))]
+    responses((status = 201, description = "what there is now", body = DiskList), (status = "default", description = "why it has failed", body = Failure)))]
 async fn add_export(State(context): State<Context>, body: Body) -> Answer {
     context.ask(Order::AddExport(read(body).await?)).await?;
     context.disks(StatusCode::CREATED)
 }
 
 /// Listens on a socket no more. Connections that are open go on.
-#[utoipa::path(delete, path = "/v1/exports/{address}", params(("address", description = "such as unix:%2Frun%2Fa.sock")),
-    responses((status = 200, body = DiskList), (status = "default", body = Failure)))]
+#[utoipa::path(delete, path = "/v1/exports/{address}", params(("address" = String, Path, description = "such as unix:%2Frun%2Fa.sock")),
+    responses((status = 200, description = "what was asked for", body = DiskList), (status = "default", description = "why it has failed", body = Failure)))]
 async fn remove_export(State(context): State<Context>, Path(address): Path<String>) -> Answer {
     context.ask(Order::RemoveExport { address }).await?;
     context.disks(StatusCode::OK)
@@ -535,7 +535,7 @@ async fn remove_export(State(context): State<Context>, Path(address): Path<Strin
 
 /// Sets what is written to the log from now on.
 #[utoipa::path(put, path = "/v1/log-level", request_body = LogLevel,
-    responses((status = 200, body = LogLevel), (status = "default", body = Failure)))]
+    responses((status = 200, description = "what was asked for", body = LogLevel), (status = "default", description = "why it has failed", body = Failure)))]
 async fn set_log_level(body: Body) -> Answer {
     let level: LogLevel = read(body).await?;
     let parsed = level.level.parse().map_err(|_| {
@@ -548,7 +548,7 @@ async fn set_log_level(body: Body) -> Answer {
 
 /// Ends the server in order, as SIGTERM does. The answer comes before it has ended.
 #[utoipa::path(post, path = "/v1/shutdown", responses((status = 202, description = "it ends"),
-    (status = "default", body = Failure)))]
+    (status = "default", description = "why it has failed", body = Failure)))]
 async fn shutdown(State(context): State<Context>) -> Answer {
     context.ask(Order::Shutdown).await?;
     Ok(StatusCode::ACCEPTED.into_response())
@@ -559,7 +559,7 @@ async fn shutdown(State(context): State<Context>) -> Answer {
 #[utoipa::path(get, path = "/metrics",
     params(("detail" = Option<String>, Query, description = "`disk`, `layer` or `queue`; as the server was started when left out")),
     responses((status = 200, description = "all series", content_type = "text/plain; version=0.0.4", body = String),
-        (status = "default", body = Failure)))]
+        (status = "default", description = "why it has failed", body = Failure)))]
 async fn metrics(State(context): State<Context>, headers: HeaderMap, RawQuery(query): RawQuery) -> Answer {
     Ok(respond(&context.exporter, &headers, query.as_deref()).await?)
 }

@@ -123,17 +123,23 @@ fn counted(model: &Model) -> impl Iterator<Item = (Key, &DiskRow, &Figures)> {
     rows.filter_map(|(socket, row)| Some(((socket.to_owned(), row.disk.name.clone()), row, row.figures.as_ref()?)))
 }
 
+/// How wide the column of the names is: `least`, or as wide as the longest name.
+fn width_of_names(model: &Model, least: usize) -> usize {
+    counted(model).map(|(_, row, _)| word(&row.disk.name).chars().count()).fold(least, usize::max)
+}
+
 /// Columns of its own. Latencies are in microseconds, megabytes are 10^6 bytes.
 pub fn plain(model: &Model) -> Result<String> {
     let is_time = |column: &Column| matches!(column, Column::Await | Column::P50 | Column::P99 | Column::P999);
-    let mut text = format!("{:<20}", title(Column::Name));
+    let width = width_of_names(model, 20);
+    let mut text = format!("{:<width$}", title(Column::Name));
     // Writing to a string cannot fail.
     for column in &Column::ALL[1..] {
         let unit = if is_time(column) { "_us" } else { "" };
         let _ = write!(text, " {:>9}", format!("{}{unit}", title(*column)));
     }
     for (_, row, figures) in counted(model) {
-        let _ = write!(text, "\n{:<20}", word(&row.disk.name));
+        let _ = write!(text, "\n{:<width$}", word(&row.disk.name));
         for column in &Column::ALL[1..] {
             let _ = match column.value(figures) {
                 Some(value) if is_time(column) => write!(text, " {value:>9.1}"),
@@ -145,16 +151,18 @@ pub fn plain(model: &Model) -> Result<String> {
     Ok(format!("{text}\n{}", remarks(model)))
 }
 
-const IOSTAT_HEAD: &str = "Device            r/s     rMB/s   rrqm/s  %rrqm r_await rareq-sz     w/s     wMB/s   wrqm/s  %wrqm w_await wareq-sz     \
+/// The heads of the columns behind the name.
+const IOSTAT_HEAD: &str = "     r/s     rMB/s   rrqm/s  %rrqm r_await rareq-sz     w/s     wMB/s   wrqm/s  %wrqm w_await wareq-sz     \
      d/s     dMB/s   drqm/s  %drqm d_await dareq-sz     f/s f_await  aqu-sz  %util";
 
-/// The columns of `iostat -xm` (sysstat 12.7): megabytes are MiB, times milliseconds, request sizes KiB, and `aqu-sz` is computed as there.
+/// The columns of `iostat -xm` (sysstat 12.7): megabytes are MiB here, and nowhere else, times milliseconds, request sizes KiB, and `aqu-sz` is computed as there.
 /// Nothing is merged before the front. `%util` is the average queue size up to 1: at most so much of the time a request was in flight.
 pub fn iostat(model: &Model) -> Result<String> {
-    let mut text = IOSTAT_HEAD.to_owned();
+    let width = width_of_names(model, 13);
+    let mut text = format!("{:<width$}{IOSTAT_HEAD}", "Device");
     for (_, row, Figures { guests, .. }) in counted(model) {
         // Writing to a string cannot fail.
-        let _ = write!(text, "\n{:<13}", word(&row.disk.name));
+        let _ = write!(text, "\n{:<width$}", word(&row.disk.name));
         ["read", "write", "discard"].into_iter().for_each(|operation| text.push_str(&iostat_of(guests, operation)));
         let flush = operation_of(guests, "flush");
         let busy = guests.queue_size().min(1.0) * 100.0;
