@@ -19,6 +19,7 @@ mod nbd;
 pub mod openers;
 mod sync_gate;
 mod times;
+mod zeroes;
 
 pub use file::{FileId, FileStore};
 pub use files::{AnyStore, CacheMode, OsFiles};

@@ -16,6 +16,14 @@ impl LoopDevice {
         losetup(&["--find", "--show", file]).map(|path| Self { path })
     }
 
+    /// The same with sectors of so many bytes.
+    #[allow(dead_code, reason = "some of the test programs need it")]
+    pub fn with_sectors(file: &Path, sector_bytes: u32) -> Result<Self, String> {
+        let file = file.to_str().ok_or("the path is not UTF-8")?;
+        let sector = sector_bytes.to_string();
+        losetup(&["--find", "--show", "--sector-size", &sector, file]).map(|path| Self { path })
+    }
+
     /// Has the device take up the length of its file.
     #[allow(dead_code, reason = "one of the test programs needs it")]
     pub fn take_up_len(&self) {
