@@ -14,12 +14,13 @@ use super::super::codec::header::feature;
 use super::super::codec::table::{decode, encode};
 use super::super::codec::{COPIED, refcount};
 use super::super::create::write;
+use super::super::data_file::{sound_autoclear, stray_autoclear};
 use super::super::entries::places;
 use super::super::layout::Refcounts;
 use super::super::open::{read, read_l1};
 use super::super::writing::{AUTOCLEAR_AT, INCOMPATIBLE_AT};
 use super::window::{Findings, Window};
-use super::{Walk, breathe, check};
+use super::{NAME_LENGTH_AT, Walk, breathe, check};
 use crate::check::{Finding, Mend, Report, Severity};
 
 /// Where the header says where the refcount table is, and how long.
@@ -56,10 +57,12 @@ pub(in crate::formats::qcow2) async fn repair<S: Store>(store: &S) -> Result<Out
     }
     let is_wrong = |f: &Finding| f.severity == Severity::Leak || f.is_corruption();
     let flagged = walk.header().has(feature::CORRUPT);
-    if found.findings.iter().filter(|f| is_wrong(f)).count() > usize::from(flagged) {
-        clear_autoclear(&walk).await?;
+    let rebuilds = found.findings.iter().filter(|f| is_wrong(f)).count() > usize::from(flagged);
+    clear_autoclear(&walk, rebuilds).await?;
+    if rebuilds {
         rebuild(&walk, used_end).await?;
     }
+    clear_name_length(&walk).await?;
     clear_flags(&walk).await?;
     Ok(Outcome { found, hindrance: None })
 }
@@ -207,13 +210,24 @@ fn mended(entry: u64, host: u64, window: &Window) -> Option<u64> {
     (right != entry).then_some(right)
 }
 
-/// Clears autoclear bits that are not known here, before the image changes: what they say may not be true any more.
-async fn clear_autoclear<S: Store>(walk: &Walk<'_, S>) -> Result<()> {
-    let known = walk.header().autoclear & feature::KNOWN_AUTOCLEAR;
-    if walk.header().version < 3 || known == walk.header().autoclear {
+/// Clears the autoclear bit of a raw data file that there is not; and those that are not known here before the image changes: what they say may not be
+/// true any more.
+async fn clear_autoclear<S: Store>(walk: &Walk<'_, S>, changes: bool) -> Result<()> {
+    let header = walk.header();
+    let left = if changes { sound_autoclear(header) } else { header.autoclear & !stray_autoclear(header) };
+    if header.version < 3 || left == header.autoclear {
         return Ok(());
     }
-    write(walk.store, AUTOCLEAR_AT, &known.to_be_bytes()).await?;
+    write(walk.store, AUTOCLEAR_AT, &left.to_be_bytes()).await?;
+    walk.store.sync().await
+}
+
+/// Clears the length of a name that there is not.
+async fn clear_name_length<S: Store>(walk: &Walk<'_, S>) -> Result<()> {
+    if walk.header().stray_name_bytes == 0 {
+        return Ok(());
+    }
+    write(walk.store, NAME_LENGTH_AT, &[0; 4]).await?;
     walk.store.sync().await
 }
 
