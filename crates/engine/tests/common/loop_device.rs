@@ -11,6 +11,7 @@ pub struct LoopDevice {
 
 impl LoopDevice {
     /// Makes a loop device over `file`. The error says why there cannot be one here.
+    #[allow(dead_code, reason = "most of the test programs need it")]
     pub fn over(file: &Path) -> Result<Self, String> {
         let file = file.to_str().ok_or("the path is not UTF-8")?;
         losetup(&["--find", "--show", file]).map(|path| Self { path })

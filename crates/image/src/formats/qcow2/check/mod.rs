@@ -11,6 +11,7 @@
 //! Time is bounded by the length of the file: each L2 table is walked through once for each L1 table that names it. A server counts while it
 //! serves other disks, so no step is long: other requests of the worker run in between ([`breathe`]).
 
+mod lower;
 mod repair;
 mod room;
 mod window;

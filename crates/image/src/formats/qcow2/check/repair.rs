@@ -1,6 +1,6 @@
 //! Mending refcounts, COPIED bits and flags.
 //!
-//! All references are counted, and new refcounts are made of that where nothing else is: behind the end of a file, or behind
+//! Counts that are only too high are lowered where they are (`lower`). For all else, all references are counted, and new refcounts are made of that where nothing else is: behind the end of a file, or behind
 //! all that is in use on a device. When they are durable, the header is pointed at them. Until then, the image is what it was,
 //! and the old refcounts, right or wrong, are looked at by nobody: so it does not matter how damaged they are. COPIED bits
 //! follow the same counts. The flags "dirty" and "corrupt" fall last.
@@ -19,6 +19,7 @@ use super::super::entries::places;
 use super::super::layout::Refcounts;
 use super::super::open::{read, read_l1};
 use super::super::writing::{AUTOCLEAR_AT, INCOMPATIBLE_AT};
+use super::lower::lower;
 use super::window::{Findings, Window};
 use super::{NAME_LENGTH_AT, Walk, breathe, check};
 use crate::check::{Finding, Mend, Report, Severity};
@@ -57,10 +58,12 @@ pub(in crate::formats::qcow2) async fn repair<S: Store>(store: &S) -> Result<Out
     }
     let is_wrong = |f: &Finding| f.severity == Severity::Leak || f.is_corruption();
     let flagged = walk.header().has(feature::CORRUPT);
-    let rebuilds = found.findings.iter().filter(|f| is_wrong(f)).count() > usize::from(flagged);
-    clear_autoclear(&walk, rebuilds).await?;
-    if rebuilds {
-        rebuild(&walk, used_end).await?;
+    let changes = found.findings.iter().filter(|f| is_wrong(f)).count() > usize::from(flagged);
+    clear_autoclear(&walk, changes).await?;
+    match found.corruption() {
+        _ if !changes => {}
+        None => lower(store, used_end).await?,
+        Some(_) => rebuild(&walk, used_end).await?,
     }
     clear_name_length(&walk).await?;
     clear_flags(&walk).await?;
@@ -168,7 +171,7 @@ async fn write_block<S: Store>(
 }
 
 /// Sets and clears COPIED in the active tables, for what lies in the window.
-async fn mend_copied<S: Store>(walk: &Walk<'_, S>, window: &Window) -> Result<()> {
+pub(super) async fn mend_copied<S: Store>(walk: &Walk<'_, S>, window: &Window) -> Result<()> {
     let header = walk.header();
     let entries = u64::from(header.l1_entries);
     for (number, entry) in (0u64..).zip(read_l1(walk.store, header.l1_offset, entries, entries).await?) {
