@@ -57,9 +57,6 @@ struct Inner {
     is_permanent: bool,
 }
 
-/// EFBIG: the file would be longer than its file system allows. It counts as [`ErrorKind::NoSpace`], and never passes.
-const EFBIG: i32 = 27;
-
 impl Error {
     /// An error of `kind`; `message` says which operation failed and why.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
@@ -125,13 +122,12 @@ impl Error {
         self.0.is_permanent
     }
 
-    /// True when the same request may succeed later although nobody changes it: there is no space, memory or descriptor now, the
-    /// device or the server fails, or it takes too long. The other kinds say that something is wrong with the request, with
+    /// True when the same request may succeed later although nobody changes it: there is no space (or a file may not be longer now), memory or
+    /// descriptor, the device or the server fails, or it takes too long. The other kinds say that something is wrong with the request, with
     /// the image, or with a permission.
     pub fn may_pass(&self) -> bool {
         let is_passing = match self.kind() {
-            ErrorKind::NoSpace => self.os_errno() != Some(EFBIG),
-            ErrorKind::Io | ErrorKind::TimedOut | ErrorKind::Exhausted => true,
+            ErrorKind::NoSpace | ErrorKind::Io | ErrorKind::TimedOut | ErrorKind::Exhausted => true,
             ErrorKind::InvalidInput
             | ErrorKind::OutOfRange
             | ErrorKind::ReadOnly
@@ -303,10 +299,10 @@ mod tests {
 
     #[test]
     fn only_trouble_below_may_pass() {
-        for errno in [5, 12, 19, 28, 110, 121, 122] {
+        for errno in [5, 12, 19, 27, 28, 110, 121, 122] {
             assert!(Error::errno("write", errno).may_pass(), "{errno}");
         }
-        for errno in [1, 13, 22, 27, 30, 95] {
+        for errno in [1, 13, 22, 30, 95] {
             assert!(!Error::errno("write", errno).may_pass(), "{errno}");
         }
         assert!(!Error::new(ErrorKind::Corrupt, "bad").may_pass());

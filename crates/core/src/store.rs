@@ -27,7 +27,7 @@ pub struct StoreInfo {
     pub memory_align_bytes: u32,
     /// True when the store can grow and bytes it gains read as zeroes (a file); false for a device.
     pub grows_zeroed: bool,
-    /// True when [`Store::punch_hole`] frees space.
+    /// True when [`Store::punch_hole`] frees space. It may turn out later that the store cannot: then it zeroes from there on.
     pub punches: bool,
     /// True when writes are refused.
     pub read_only: bool,
@@ -49,7 +49,7 @@ pub struct StoreExtent {
 /// overlap in time may take effect in any order. Nothing is durable before [`Store::sync`] returns, but
 /// everything that returned survives the death of the process.
 pub trait Store: Send + Sync + 'static {
-    /// Alignment and abilities. Cheap, constant.
+    /// Alignment and abilities. Cheap; constant but for [`StoreInfo::punches`].
     fn info(&self) -> StoreInfo;
 
     /// The length in bytes now.
@@ -87,8 +87,8 @@ pub trait Store: Send + Sync + 'static {
     /// there finds it.
     fn zero_range(&self, offset: StoreOffset, len_bytes: u64) -> impl Future<Output = Result<()>>;
 
-    /// Makes the range read as zeroes and frees its space where that can be done (`Unsupported` where zeroes would
-    /// have to be written).
+    /// Makes the range read as zeroes and frees its space where that can be done: ends that are no whole unit of the store are
+    /// written. `Unsupported` where [`StoreInfo::punches`] is false and all of it would have to be written.
     fn punch_hole(&self, offset: StoreOffset, len_bytes: u64) -> impl Future<Output = Result<()>>;
 
     /// Sets the length; new bytes read as zeroes. A device's length is its own: one that has become longer since it was

@@ -8,6 +8,7 @@ pub mod amend;
 pub mod bitmaps;
 pub mod check;
 mod children;
+pub mod containers;
 pub mod create;
 pub mod facts;
 pub mod formats;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use futures_util::future::join_all;
 use spile_core::{Env, Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Store, Via};
 
+use crate::containers::{Container, format_at, open_image};
 use crate::facts::LayerInfo;
 use crate::formats::{AnyLayer, Format, OpenLayer};
 use crate::graph::{GraphLayer, check_length};
@@ -151,15 +152,20 @@ pub async fn describe<F: Files>(
     format: Option<Format>,
 ) -> Result<Described> {
     let at = at.into();
-    let format = Format::at(&at, format)?;
+    let format = format_at(files, &at, format).await?;
     let at = canonical(files, &at).await?;
     let store = files.open(&at, OpenMode::ReadOnly).await?;
-    let image = format.open(store, &env, PARENT).await?;
+    let image = open_image(files, &at, format, store, &env, PARENT).await?;
     let (align, least) = (image.store().info().offset_align_bytes, image.request_align_bytes());
     let align = if image.via() == Via::Direct { align.max(least) } else { least };
     // A data file whose name makes no sense is a data file, too.
     let data_file = image.data_file().unwrap_or_else(|_| Some(PathBuf::new()));
-    let layer = GraphLayer::new(image, true).info();
+    let container = if format == Format::Raw { Container::of(image.store()).await } else { None };
+    let mut layer = GraphLayer::new(image, true).info();
+    if let Some(container) = container {
+        layer.facts.lines.push(("warning", container.warning()));
+        layer.facts.values.push(("looks_like", container.name.into()));
+    }
     Ok(Described { layer, request_align_bytes: data_file.is_none().then_some(align), data_file })
 }
 
@@ -221,7 +227,7 @@ impl<'a, F: Files> Search<'a, F> {
         at: &Locator,
         options: &'a OpenOptions,
     ) -> Result<(Self, AnyLayer<F::Store>)> {
-        let format = Format::at(at, options.format)?;
+        let format = format_at(files, at, options.format).await?;
         let at = canonical(files, at).await?;
         let policy = Policy::new(files, at.as_path(), &options.allow_parents).await?;
         let mode = if options.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
@@ -232,7 +238,7 @@ impl<'a, F: Files> Search<'a, F> {
         let needs_durable_parents = !options.read_only;
         let (visited, data_files) = (vec![leaf], Vec::new());
         let mut search = Self { files, env, policy, visited, data_files, needs_durable_parents, options };
-        let mut image = format.open(store, env, how).await?;
+        let mut image = open_image(files, &at, format, store, env, how).await?;
         search.data_files.extend(search.attach_data_file(&mut image, mode).await?);
         Ok((search, image))
     }
@@ -285,7 +291,7 @@ impl<'a, F: Files> Search<'a, F> {
         let store = self.files.open(&path.into(), OpenMode::ReadOnly).await?;
         // Whoever only looks at a chain wants to know all of it at once.
         let how = OpenLayer { lazy: !self.options.read_only, ..PARENT };
-        let mut layer = format.open(store, self.env, how).await?;
+        let mut layer = open_image(self.files, &path.into(), format, store, self.env, how).await?;
         let data_file = self.attach_data_file(&mut layer, OpenMode::ReadOnly).await?;
         // An identity may have to be computed from the image's tables: only a child that expects one asks.
         let Some(expected) = parent.identity else { return Ok((layer, data_file)) };
@@ -382,6 +388,9 @@ fn of_data_file(error: Error) -> Error {
             let hint = "it is looked for only where the image says: put it there again";
             Error::new(ErrorKind::NotFound, what).at_path(&path).hint(hint)
         }
+        ErrorKind::Denied => error.reworded(|text| {
+            text.replace("the parent ", "the image's data file ").replace("parents may lie in", "data files may lie in")
+        }),
         _ => error,
     }
 }

@@ -3,7 +3,7 @@
 //! A path in an image is input from whoever wrote the image. It is followed only when what it leads to, with every
 //! link and `..` resolved, lies inside the leaf's own folder (unless that is `/dev`) or one that the operator named.
 
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use spile_core::{Error, ErrorKind, Files, Result};
 
@@ -110,14 +110,32 @@ fn denied_error(child: &Path, path: &Path) -> Error {
 }
 
 fn not_found(child: &Path, folder: &Path, names: &[PathBuf]) -> Error {
-    // Without the dots of names such as `./p.vhd`.
-    let mut tried: Vec<PathBuf> = names.iter().map(|name| folder.join(name).components().collect()).collect();
-    tried.dedup();
+    // An image may name one file by several names.
+    let mut tried: Vec<PathBuf> = Vec::new();
+    for path in names.iter().map(|name| plain(&folder.join(name))) {
+        if !tried.contains(&path) {
+            tried.push(path);
+        }
+    }
     let error = Error::new(ErrorKind::NotFound, format!("the parent is not there; tried: {}", quoted(&tried)));
     error.at_path(child).hint(
         "a parent is looked for only where its child says: put it there again, or a link to it (--allow-parents then \
          allows the folder that the link leads to); or tell the child its new place by spile rebase --trust",
     )
+}
+
+/// `path` without `.`, and without `..` that only leads back: as it reads, whatever links there are.
+fn plain(path: &Path) -> PathBuf {
+    let mut plain = PathBuf::new();
+    for part in path.components() {
+        match part {
+            Component::ParentDir if matches!(plain.components().next_back(), Some(Component::Normal(_))) => {
+                plain.pop();
+            }
+            part => plain.push(part),
+        }
+    }
+    plain
 }
 
 /// `names` for a message: quoted and escaped, because they come from an image and go to a terminal.
@@ -144,6 +162,13 @@ mod tests {
             unflushed: false,
             facts: Facts::default(),
         }
+    }
+
+    #[test]
+    fn a_parent_that_is_missing_is_told_by_each_of_its_names_once() {
+        let names = ["./p.vhd", "../vm/p.vhd", "/vm/p.vhd", "old/p.vhd", "p.vhd"].map(PathBuf::from);
+        let error = not_found(Path::new("/vm/c.vhd"), Path::new("/vm"), &names);
+        assert!(error.message().ends_with("tried: \"/vm/p.vhd\", \"/vm/old/p.vhd\""), "{error}");
     }
 
     #[test]

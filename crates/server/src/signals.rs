@@ -1,5 +1,9 @@
 //! Signals: SIGTERM, SIGINT and SIGHUP (unless nohup keeps it away) end a command, and SIGTERM and SIGINT a server. A server hears SIGHUP, SIGUSR1 and SIGUSR2, too, and none of these ends it. A thread
 //! waits for them, so there is no signal handler, no timer and no wake-up. That thread never waits for a reader of stderr.
+//!
+//! Three signals that end a process by default can come of a request or of what a peer does. None of them ends a program of ours: SIGXFSZ (a write at the
+//! limit of a file's size, [`outlive_requests`]), SIGPIPE (a peer has hung up; Rust's programs ignore it), and SIGBUS (a peer has cut memory short that it
+//! shares; the crate `spile-mem` handles it).
 
 use std::sync::mpsc;
 use std::thread;
@@ -39,6 +43,15 @@ fn block(signals: impl IntoIterator<Item = Signal>) -> Result<SigSet> {
     let set: SigSet = signals.into_iter().collect();
     set.thread_block().map_err(|e| Error::io("block signals", e.into()))?;
     Ok(set)
+}
+
+/// Has no write end the process: at the limit of a file's size (RLIMIT_FSIZE: `ulimit -f`, LimitFSIZE= of systemd) it fails with EFBIG, and the signal
+/// stays blocked. To be called before other threads are started. Programs that this one starts do not inherit it.
+///
+/// # Errors
+/// The system's.
+pub fn outlive_requests() -> Result<()> {
+    block([Signal::SIGXFSZ]).map(drop)
 }
 
 /// True when the process ignores `signal`, by its file /proc/self/status.

@@ -22,3 +22,9 @@ pub(crate) fn device_punches(device: &RawFile) -> bool {
 pub(crate) fn device_len(device: impl std::os::fd::AsFd) -> Result<u64> {
     rustix::fs::seek(device, SeekFrom::End(0)).map_err(|errno| Error::io("find the device's length", errno.into()))
 }
+
+/// The size of a device's sectors, in bytes: the kernel zeroes and punches whole ones.
+pub(crate) fn device_sector_bytes(device: impl std::os::fd::AsFd) -> u64 {
+    const LARGEST: u32 = 4096;
+    rustix::fs::ioctl_blksszget(device).unwrap_or(LARGEST).into()
+}

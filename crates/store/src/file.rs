@@ -16,20 +16,21 @@ use spile_mem::Segment;
 
 use crate::behind::{Behind, Step};
 use crate::cut::{Cut, cut_short};
-use crate::device::{device_len, device_punches};
+use crate::device::{device_len, device_punches, device_sector_bytes};
 use crate::files::CacheMode;
 use crate::held::HeldLock;
 use crate::sync_gate::{SyncGate, Turn};
 use crate::times::FileTimes;
 
-/// Zeroes written at a time where the file system cannot zero a range itself.
-const ZERO_CHUNK_BYTES: usize = 1 << 20;
+/// What can be done about EFBIG.
+const TOO_LONG: &str = "a file cannot be longer than its file system allows, nor than the limit of this process (ulimit -f, LimitFSIZE= \
+    of systemd), which `prlimit --fsize` raises while it runs";
 
 /// A file or block device. Clones are the same store. It is locked against other writers while it is open, in
 /// QEMU's scheme ([`RawFile::lock`]), unless it was opened without. When the lock is lost, nothing more is written.
 #[derive(Clone)]
 pub struct FileStore {
-    inner: Arc<Inner>,
+    pub(crate) inner: Arc<Inner>,
 }
 
 /// What tells a file or block device from every other on this host, whatever its path is.
@@ -56,14 +57,18 @@ impl FileId {
     }
 }
 
-struct Inner {
+pub(crate) struct Inner {
     path: Arc<PathCell>,
     id: FileId,
     found: FileTimes,
     info: StoreInfo,
+    /// It has punched so far, or can.
+    pub(crate) punches: AtomicBool,
     is_device: bool,
+    /// Of a device: what it zeroes and punches are whole sectors of this many bytes. 1 for a file.
+    pub(crate) sector_bytes: u64,
     direct: RawFile,
-    cached: RawFile,
+    pub(crate) cached: RawFile,
     len: AtomicU64,
     gate: SyncGate,
     lock: HeldLock,
@@ -228,7 +233,8 @@ impl FileStore {
             read_only,
             is_local: true,
         };
-        let len = AtomicU64::new(len);
+        let sector_bytes = if is_device { device_sector_bytes(&cached) } else { 1 };
+        let (len, punches) = (AtomicU64::new(len), AtomicBool::new(punches));
         let gate = SyncGate::default();
         let cut = Cut::default();
         FileStore {
@@ -237,7 +243,9 @@ impl FileStore {
                 id,
                 found,
                 info,
+                punches,
                 is_device,
+                sector_bytes,
                 direct,
                 cached,
                 len,
@@ -295,12 +303,13 @@ impl FileStore {
     }
 
     /// An error of this store. It may be the first sign that the file's lock is lost.
-    fn fail(&self, what: &str, errno: i32) -> Error {
+    pub(crate) fn fail(&self, what: &str, errno: i32) -> Error {
         self.inner.lock.doubt(errno);
-        Error::errno(what, errno).at_path(self.inner.path.get())
+        let error = Error::errno(what, errno).at_path(self.inner.path.get());
+        if errno == libc::EFBIG { error.hint(TOO_LONG) } else { error }
     }
 
-    fn refuse(&self, kind: ErrorKind, what: &str, offset: u64) -> Error {
+    pub(crate) fn refuse(&self, kind: ErrorKind, what: &str, offset: u64) -> Error {
         Error::new(kind, what).at_path(self.inner.path.get()).at_offset(offset)
     }
 
@@ -334,25 +343,6 @@ impl FileStore {
         })
     }
 
-    async fn fallocate(&self, flags: i32, offset: u64, len: u64) -> Result<usize, i32> {
-        self.inner.cached.fallocate(flags, offset, len).await
-    }
-
-    /// Writes zeroes as data: directly where that can be, for the range may share a page with data written directly.
-    async fn write_zeroes(&self, offset: u64, len: u64) -> Result<()> {
-        let unit = u64::from(self.inner.info.offset_align_bytes);
-        let via = if (offset | len) & (unit - 1) == 0 { Via::Direct } else { Via::Cached };
-        let chunk = Segment::zeroed((len as usize).min(ZERO_CHUNK_BYTES));
-        let mut at = 0;
-        while at < len {
-            let part = (len - at).min(chunk.len() as u64);
-            let zeroes = Segments::from(chunk.slice(0..part as usize));
-            self.write_at(StoreOffset(offset + at), &zeroes, via).await?;
-            at += part;
-        }
-        Ok(())
-    }
-
     /// Fails when a sync of this file has ever failed, as the kernel reports a failed sync only once, or when a part of what was
     /// written is gone.
     fn check_synced(&self) -> Result<()> {
@@ -369,7 +359,7 @@ impl FileStore {
 
 impl Store for FileStore {
     fn info(&self) -> StoreInfo {
-        self.inner.info.clone()
+        StoreInfo { punches: self.inner.punches.load(Ordering::Relaxed), ..self.inner.info.clone() }
     }
 
     fn len_bytes(&self) -> u64 {
@@ -462,23 +452,7 @@ impl Store for FileStore {
         if len_bytes == 0 {
             return Ok(());
         }
-        let keep = libc::FALLOC_FL_KEEP_SIZE;
-        let failed = |errno| Err(self.fail("zero a range", errno).at_offset(offset));
-        match self.fallocate(libc::FALLOC_FL_ZERO_RANGE | keep, offset, len_bytes).await {
-            Ok(_) => return Ok(()),
-            Err(errno) if is_unsupported(errno) => (),
-            Err(errno) => return failed(errno),
-        }
-        match self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | keep, offset, len_bytes).await {
-            Ok(_) => (),
-            Err(errno) if is_unsupported(errno) => return self.write_zeroes(offset, len_bytes).await,
-            Err(errno) => return failed(errno),
-        }
-        // NFS and tmpfs cannot zero, but punch and allocate.
-        match self.fallocate(keep, offset, len_bytes).await {
-            Err(errno) if !is_unsupported(errno) => failed(errno),
-            _ => Ok(()),
-        }
+        self.zero(offset..offset + len_bytes).await
     }
 
     async fn punch_hole(&self, offset: StoreOffset, len_bytes: u64) -> Result<()> {
@@ -488,15 +462,7 @@ impl Store for FileStore {
         if len_bytes == 0 {
             return Ok(());
         }
-        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        match self.fallocate(mode, offset, len_bytes).await {
-            Ok(_) => Ok(()),
-            Err(errno) if is_unsupported(errno) => {
-                let what = "holes cannot be punched here";
-                Err(self.refuse(ErrorKind::Unsupported, what, offset))
-            }
-            Err(errno) => Err(self.fail("punch a hole", errno).at_offset(offset)),
-        }
+        self.punch(offset..offset + len_bytes).await
     }
 
     async fn set_len(&self, len_bytes: u64) -> Result<()> {
@@ -613,10 +579,6 @@ impl Inner {
         }
         Ok(())
     }
-}
-
-fn is_unsupported(errno: i32) -> bool {
-    matches!(errno, libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::ENODEV | libc::ENOTTY)
 }
 
 fn check_type(stat: &std::fs::Metadata) -> Result<()> {
@@ -741,25 +703,6 @@ mod tests {
             }
         });
         engine.shutdown();
-    }
-
-    #[test]
-    fn zeroes_are_written_where_the_file_system_cannot() {
-        let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
-        let path = dir.path().join("f");
-        std::fs::write(&path, vec![7; 3 << 20]).unwrap();
-        let engine = Engine::start(Config { workers: 1, ..Config::default() }).unwrap();
-        let store = FileStore::open(&path, OpenMode::ReadWrite, CacheMode::Direct).unwrap();
-        engine.run_on(0, move || async move {
-            store.write_zeroes(4096, (2 << 20) + 8192).await.unwrap();
-            store.write_zeroes((3 << 20) - 5, 3).await.unwrap();
-            store.write_zeroes(0, 0).await.unwrap();
-        });
-        engine.shutdown();
-        let mut expected = vec![7; 3 << 20];
-        expected[4096..(2 << 20) + 12288].fill(0);
-        expected[(3 << 20) - 5..(3 << 20) - 2].fill(0);
-        assert!(std::fs::read(&path).unwrap() == expected);
     }
 
     #[test]

@@ -21,6 +21,7 @@ pub mod openers;
 pub mod own;
 mod sync_gate;
 mod times;
+mod zeroes;
 
 pub use file::{FileId, FileStore};
 pub use files::{AnyStore, CacheMode, OsFiles};

@@ -11,9 +11,18 @@ pub struct LoopDevice {
 
 impl LoopDevice {
     /// Makes a loop device over `file`. The error says why there cannot be one here.
+    #[allow(dead_code, reason = "most of the test programs need it")]
     pub fn over(file: &Path) -> Result<Self, String> {
         let file = file.to_str().ok_or("the path is not UTF-8")?;
         losetup(&["--find", "--show", file]).map(|path| Self { path })
+    }
+
+    /// The same with sectors of so many bytes.
+    #[allow(dead_code, reason = "some of the test programs need it")]
+    pub fn with_sectors(file: &Path, sector_bytes: u32) -> Result<Self, String> {
+        let file = file.to_str().ok_or("the path is not UTF-8")?;
+        let sector = sector_bytes.to_string();
+        losetup(&["--find", "--show", "--sector-size", &sector, file]).map(|path| Self { path })
     }
 
     /// Has the device take up the length of its file.

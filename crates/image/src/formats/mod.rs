@@ -26,6 +26,7 @@ use spile_core::{
 use crate::amend::{Amended, Amendment};
 use crate::bitmaps::{BitmapPart, InnerBitmap, KeptBitmaps};
 use crate::check::{Lost, Report};
+use crate::containers;
 use crate::create::{NewImage, NewParent, Options};
 use crate::facts::Facts;
 use crate::grace::Reader;
@@ -174,7 +175,7 @@ impl Format {
     /// `InvalidInput` when neither names a format.
     pub fn of(path: &Path, given: Option<Self>) -> Result<Self> {
         given.or_else(|| Self::from_extension(path)).ok_or_else(|| {
-            if let Some(error) = foreign(path) {
+            if let Some(error) = containers::foreign(path) {
                 return error;
             }
             let choices = Self::names("--format ");
@@ -284,17 +285,6 @@ impl FromStr for Format {
     }
 }
 
-/// Extensions of formats that are not in the table. To read such a file as another format would make no sense.
-const FOREIGN: [&str; 5] = ["vhdx", "avhdx", "vmdk", "vdi", "qed"];
-
-fn foreign(path: &Path) -> Option<Error> {
-    let extension = path.extension()?.to_str()?.to_ascii_lowercase();
-    let found = FOREIGN.iter().find(|foreign| **foreign == extension)?;
-    let what = format!("the format {found} is not one that is read here");
-    let hint = "convert it to raw with another program; say --format only if the extension is wrong";
-    Some(Error::new(ErrorKind::InvalidInput, what).at_path(path).hint(hint))
-}
-
 /// The error for a structure that a codec refuses. `hint` says what the user can do, if there is something.
 fn codec_error(kind: ErrorKind, what: &impl fmt::Display, hint: Option<&'static str>) -> Error {
     let error = Error::new(kind, what.to_string());
@@ -315,7 +305,7 @@ mod tests {
         assert_eq!(Format::of(Path::new("a.img"), Some(Format::Vhd)).unwrap(), Format::Vhd);
         assert_eq!(Format::of(Path::new("disk"), None).unwrap_err().kind(), ErrorKind::InvalidInput);
         let foreign = Format::of(Path::new("a.VHDX"), None).unwrap_err();
-        assert!(foreign.to_string().contains("vhdx") && !foreign.to_string().contains("--format raw"), "{foreign}");
+        assert!(foreign.to_string().contains("VHDX") && !foreign.to_string().contains("--format raw"), "{foreign}");
     }
 
     #[test]

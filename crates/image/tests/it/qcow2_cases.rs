@@ -450,12 +450,16 @@ fn case_37_lengths_of_extensions() {
 
 #[test]
 fn case_38_places_of_the_backing_name() {
-    for (offset, len) in [(0, 5), (200, 0), (200, 1024), (65530, 10), (50, 4), (1 << 40, 4), (u64::MAX, 4)] {
+    for (offset, len) in [(200, 0), (200, 1024), (65530, 10), (50, 4), (1 << 40, 4), (u64::MAX, 4)] {
         refused(ErrorKind::Corrupt, "backing file name", |image| {
             image.put64(8, offset);
             image.put32(16, len);
         });
     }
+    // Without an offset there is no name, and the length means nothing.
+    let mut image = Image::usual();
+    image.put32(16, 5);
+    assert_eq!(world_of(&image.finish()).try_open(PATH, &read_only()).unwrap().layers().len(), 1);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use std::task::{Context, Waker};
 use crate::qcow2_image::{COPIED, Image};
 use crate::support::{DEVICE, FILE, Kind, World, block_on, pattern, read, write};
 use spile_core::{Disk as _, ErrorKind, Extent, Files as _, Locator, OpenMode};
-use spile_image::check::{Lost, Report, Severity};
+use spile_image::check::{Lost, Mend, Report, Severity};
 use spile_image::{Format, OpenOptions};
 
 const PATH: &str = "/d/a.qcow2";
@@ -157,12 +157,34 @@ fn flags_fall_when_nothing_is_wrong_any_more() {
 }
 
 #[test]
+fn what_means_nothing_in_a_header_is_a_note_and_is_cleared() {
+    for (at, odd) in [(88, 2), (16, 23 << 32)] {
+        let world = world_of(FILE, &image(|image| image.put64(at, image.get64(at) | odd)), 7 * CLUSTER);
+        let found = checked(&world).findings;
+        assert_eq!((found.len(), found[0].severity, found[0].mend), (1, Severity::Note, Mend::Repair), "{found:?}");
+        let (table, before) = (header64(&world, 48), header64(&world, at));
+        repaired(&world);
+        assert!(checked(&world).findings.is_empty());
+        assert_eq!((header64(&world, 48), header64(&world, at)), (table, before & !odd));
+    }
+}
+
+#[test]
+fn counts_that_are_only_too_high_are_lowered_where_they_are() {
+    let world = world_of(FILE, &image(|image| image.counts.push((5, 3))), 9 * CLUSTER);
+    let table = header64(&world, 48);
+    repaired(&world);
+    assert!(checked(&world).findings.is_empty());
+    assert_eq!(header64(&world, 48), table, "new refcounts need space");
+}
+
+#[test]
 fn unknown_autoclear_bits_fall_before_a_change_and_only_then() {
     let world = mends(|image| {
-        image.put64(88, 1 << 40 | 2);
+        image.put64(88, 1 << 40 | 1);
         image.counts.push((5, 3));
     });
-    assert_eq!(header64(&world, 88), 2);
+    assert_eq!(header64(&world, 88), 1);
     let world = world_of(FILE, &image(|image| image.put64(88, 1 << 40)), 7 * CLUSTER);
     repaired(&world);
     assert_eq!(header64(&world, 88), 1 << 40);

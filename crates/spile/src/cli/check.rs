@@ -4,16 +4,17 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde::Serialize;
-use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result};
+use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, Store};
 use spile_engine::OsEnv;
 use spile_image::check::{self, Lost, Mend, Report, Severity};
+use spile_image::containers::{Container, mistaken};
 use spile_image::{Format, OpenOptions};
 use spile_server::checkpoints;
 use spile_server::stamps::{self, Doubt};
 use spile_store::{CacheMode, OsFiles};
 use utoipa::ToSchema;
 
-use super::{Exit, OpenArgs, existing, on_engine, print_json, printable, say, text_of};
+use super::{Exit, OpenArgs, existing, format_of, on_engine, print_json, printable, say, text_of};
 use crate::disks;
 use crate::log::complain;
 use crate::units::format_size;
@@ -21,9 +22,11 @@ use crate::units::format_size;
 /// Check a disk's metadata, and mend what can be mended
 ///
 /// The disk must not be served meanwhile. A raw disk has no metadata: it is only opened. Parents are opened, so that a
-/// missing or exchanged one is found, but only the disk itself is checked through. Exit code 0: sound; 3: corruption
-/// found, or the file is cut short; 4: only leaked space found. With --repair, the exit code tells the state after the
-/// repair. A repair never gives up data: a file that is cut short, such as an unfinished copy, is left as it is.
+/// missing or exchanged one is found, but only the disk itself is checked through; where its parents or its data file may
+/// not be opened by the options that were given, a note says so. Exit code 0: sound; 1: the disk could not be checked, or
+/// is sound and a file that it needs cannot be opened (result: incomplete); 3: corruption found, or the file is cut short;
+/// 4: only leaked space found. With --repair, the exit code tells the state after the repair. A repair never gives up
+/// data: a file that is cut short, such as an unfinished copy, is left as it is.
 #[derive(Debug, Args)]
 pub struct CheckArgs {
     /// The disk: a file, a block device, or the URI of an NBD export
@@ -51,7 +54,7 @@ pub struct Checked {
     path: PathBuf,
     /// Its format.
     format: String,
-    /// `sound`, `leaks` or `corrupt`.
+    /// `sound`, `leaks` or `corrupt`; `incomplete` when the image is not corrupt, and a file that it needs cannot be opened.
     result: &'static str,
     /// Blocks that the disk has room for; 0 when its format has none.
     total_blocks: u64,
@@ -88,17 +91,17 @@ struct Finding {
 /// When the file cannot be opened or read, or is in use.
 pub fn run(args: &CheckArgs) -> Result<Exit> {
     let (at, options) = (existing(&args.disk)?, args.open.read_only());
-    let format = Format::at(&at, args.open.format)?;
+    let format = format_of(&at, args.open.format, "--format")?;
     let lost = if args.discard_lost { Lost::Discard } else { Lost::Keep };
     let repair = args.repair.then_some(lost);
     let outcome = on_engine(move || async move { check(&at, format, repair, &options).await });
-    let (report, first) = match outcome {
-        Ok(reports) => reports,
-        Err(error) if error.kind() == ErrorKind::Corrupt => (unreadable(&error), Report::default()),
+    let found = match outcome {
+        Ok(found) => found,
+        Err(error) if error.kind() == ErrorKind::Corrupt => Found::unreadable(&error),
         Err(error) => return Err(error),
     };
-    let (word, exit) = verdict(&report);
-    let checked = Checked::new(args, format, word, &report, &first);
+    let (word, exit) = found.verdict();
+    let checked = Checked::new(args, format, word, &found);
     match args.json {
         true => print_json(&checked)?,
         false => checked.print(),
@@ -106,11 +109,20 @@ pub fn run(args: &CheckArgs) -> Result<Exit> {
     Ok(exit)
 }
 
-/// Returns the report of the present state, and the one from before the repair.
-async fn check(at: &Locator, format: Format, repair: Option<Lost>, options: &OpenOptions) -> Result<(Report, Report)> {
+/// What a check has found.
+struct Found {
+    now: Report,
+    /// Before the repair.
+    first: Report,
+    /// Files that the image needs could be opened, or were not to be.
+    is_complete: bool,
+}
+
+async fn check(at: &Locator, format: Format, repair: Option<Lost>, options: &OpenOptions) -> Result<Found> {
     let files = OsFiles::new(CacheMode::Page).without_locks(options.no_lock);
     let mode = if repair.is_some() { OpenMode::ReadWrite } else { OpenMode::ReadOnly };
     let store = files.open(at, mode).await?;
+    refuse_other_format(&store, at, format, options).await?;
     if let (Some(_), Locator::Path(path)) = (repair, at) {
         lose_checkpoints(&files, path).await?;
     }
@@ -118,19 +130,39 @@ async fn check(at: &Locator, format: Format, repair: Option<Lost>, options: &Ope
         Some(lost) => format.repair(&store, &OsEnv, lost).await?,
         None => Report::default(),
     };
-    let mut report = format.check(&store, &OsEnv).await?;
+    let now = format.check(&store, &OsEnv).await?;
     drop(store);
-    if report.worst() != Some(Severity::Corruption) {
+    let mut found = Found { now, first, is_complete: true };
+    if found.now.worst() != Some(Severity::Corruption) {
         match disks::open_with(&files, at, options).await {
             Ok(disk) => {
-                report.findings.extend(stamps::changed_parents(disk.layers()).await.into_iter().map(parent_finding))
+                let doubts = stamps::changed_parents(disk.layers()).await;
+                found.now.findings.extend(doubts.into_iter().map(parent_finding));
             }
-            // What is not read here, as an encrypted image, need not be damaged.
-            Err(error) if error.kind() == ErrorKind::Unsupported => return Err(error),
-            Err(error) => report.findings.push(chain_finding(&error)),
+            Err(error) => found.note_chain(&error),
         }
     }
-    Ok((report, first))
+    Ok(found)
+}
+
+/// Refuses a file that is not of this format, as far as that shows. To call it corrupt would tell nothing.
+async fn refuse_other_format(store: &impl Store, at: &Locator, format: Format, options: &OpenOptions) -> Result<()> {
+    match format.named_parent(store).await {
+        Err(error) if error.kind() == ErrorKind::Corrupt => {}
+        _ => return Ok(()),
+    }
+    if let Some(error) = mistaken(store, format).await {
+        return Err(error);
+    }
+    let by_extension = at.as_path().and_then(Format::from_extension);
+    match by_extension.filter(|other| options.format == Some(format) && *other != format) {
+        Some(other) if Container::of(store).await.is_none() => {
+            let what = format!("nothing in the file says that it is a {format}");
+            let error = Error::new(ErrorKind::InvalidInput, what).at_path(store.path());
+            Err(error.hint(format!("leave out --format: by its extension it is {other}")))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Removes the checkpoints of a disk whose image is to be repaired: nobody notes which blocks that changes.
@@ -142,35 +174,50 @@ async fn lose_checkpoints(files: &OsFiles, disk: &Path) -> Result<()> {
 
 /// A parent that seems to have changed. The image itself is sound.
 fn parent_finding(doubt: Doubt) -> check::Finding {
-    let message = format!("{}: what the child shows may be wrong", doubt.message);
-    check::Finding { severity: Severity::Note, message, offset_bytes: None, mend: Mend::No }
-}
-
-fn chain_finding(error: &Error) -> check::Finding {
-    corruption(format!("the chain cannot be opened: {error}"))
-}
-
-/// The report on an image too damaged to be read.
-fn unreadable(error: &Error) -> Report {
-    let finding = corruption(error.to_string());
-    Report { findings: vec![finding], ..Report::default() }
+    finding(Severity::Note, format!("{}: what the child shows may be wrong", doubt.message))
 }
 
 /// The offset is in the message.
-fn corruption(message: String) -> check::Finding {
-    check::Finding { severity: Severity::Corruption, message, offset_bytes: None, mend: Mend::No }
+fn finding(severity: Severity, message: String) -> check::Finding {
+    check::Finding { severity, message, offset_bytes: None, mend: Mend::No }
 }
 
-fn verdict(report: &Report) -> (&'static str, Exit) {
-    match report.worst() {
-        Some(Severity::Corruption) => ("corrupt", Exit::Corrupt),
-        Some(Severity::Leak) => ("leaks", Exit::Leaks),
-        Some(Severity::Note) | None => ("sound", Exit::Ok),
+impl Found {
+    /// The report on an image too damaged to be read.
+    fn unreadable(error: &Error) -> Self {
+        let findings = vec![finding(Severity::Corruption, error.to_string())];
+        Self { now: Report { findings, ..Report::default() }, first: Report::default(), is_complete: true }
+    }
+
+    /// The image itself is not corrupt, and it cannot be opened with all that it needs.
+    fn note_chain(&mut self, error: &Error) {
+        let (severity, what) = match error.kind() {
+            ErrorKind::Corrupt => (Severity::Corruption, "the chain cannot be opened"),
+            // What the options do not allow, or what is not read here, as encrypted data.
+            ErrorKind::Denied | ErrorKind::Unsupported if error.os_errno().is_none() => {
+                (Severity::Note, "the image itself was checked, and no other file")
+            }
+            _ => {
+                self.is_complete = false;
+                (Severity::Note, "the image itself was checked, but a file that it needs cannot be opened")
+            }
+        };
+        self.now.findings.push(finding(severity, format!("{what}: {error}")));
+    }
+
+    fn verdict(&self) -> (&'static str, Exit) {
+        match self.now.worst() {
+            Some(Severity::Corruption) => ("corrupt", Exit::Corrupt),
+            _ if !self.is_complete => ("incomplete", Exit::Incomplete),
+            Some(Severity::Leak) => ("leaks", Exit::Leaks),
+            Some(Severity::Note) | None => ("sound", Exit::Ok),
+        }
     }
 }
 
 impl Checked {
-    fn new(args: &CheckArgs, format: Format, result: &'static str, report: &Report, first: &Report) -> Self {
+    fn new(args: &CheckArgs, format: Format, result: &'static str, found: &Found) -> Self {
+        let (report, first) = (&found.now, &found.first);
         let left = |finding: &check::Finding| report.findings.iter().any(|other| other.message == finding.message);
         Self {
             path: args.disk.clone(),

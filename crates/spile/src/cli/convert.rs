@@ -11,6 +11,7 @@ use rustix::fs::tell;
 use serde::Serialize;
 use spile_core::{Disk, Error, ErrorKind, Extent, Files, Locator, OpenMode, Result, ResultExt, Segments, Store};
 use spile_engine::OsEnv;
+use spile_image::containers::Container;
 use spile_image::create::{Compression, NewImage};
 use spile_image::formats::qcow2::fill::Filler;
 use spile_image::layer::Layer as _;
@@ -35,6 +36,7 @@ use super::{
     progress_bar, text_of,
 };
 use super::{onto, say, served, space};
+use crate::log::complain;
 use crate::signals::EndSignals;
 use crate::units::{format_size, parse_size};
 use crate::{disks, family};
@@ -201,6 +203,17 @@ struct Work {
     known: Option<Arc<Known>>,
     /// DST as the user knows it.
     dst: PathBuf,
+}
+
+/// Says that a raw source looks like another program's file. It is read as a raw disk all the same.
+async fn warn_of_container(source: &Graph<HostStore>) {
+    let image = source.handles()[0].image();
+    if image.format() == Format::Raw
+        && image.store().file_id().is_some()
+        && let Some(found) = Container::of(&**image.store()).await
+    {
+        complain(format_args!("warning: {}: {}", image.store().path().display(), found.warning()));
+    }
 }
 
 /// What a conversion made.
@@ -379,6 +392,7 @@ impl Work {
                 if let Some(known) = &self.known {
                     check_size(&disk, known.size_bytes).at_path(Path::new(&disks::label(at)))?;
                 }
+                warn_of_container(&disk).await;
                 Ok(Opened::Disk(Box::new(Aligned::new(disk))))
             }
         }
@@ -647,7 +661,9 @@ fn to_stdout(args: &ConvertArgs, source: Source) -> Result<Exit> {
     }
     let (options, cache, size) = (args.read.read_only(args.from), args.cache, args.size);
     on_engine(move || async move {
-        let disk = Aligned::new(served::open(cache, &at, &options).await?);
+        let disk = served::open(cache, &at, &options).await?;
+        warn_of_container(&disk).await;
+        let disk = Aligned::new(disk);
         onto::refuse_layers(disk.inner(), &Path::new("/proc/self/fd/1").into())?;
         let bytes = disk.info().size_bytes;
         if size.is_some_and(|size| size < bytes) {

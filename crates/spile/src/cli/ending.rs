@@ -18,6 +18,8 @@ pub enum Exit {
     Ok,
     /// `compare`: the contents differ.
     Differs,
+    /// `check`: a file that the image needs cannot be opened.
+    Incomplete,
     /// `check`, `load`: wrong bytes.
     Corrupt,
     /// `check`: leaks only.
@@ -30,7 +32,7 @@ impl From<Exit> for ExitCode {
     fn from(exit: Exit) -> Self {
         let code = match exit {
             Exit::Ok => 0u8,
-            Exit::Differs => 1,
+            Exit::Differs | Exit::Incomplete => 1,
             Exit::Corrupt => 3,
             Exit::Leaks => 4,
             Exit::Ended(signal) => return (signals::exit_code(signal) as u8).into(),

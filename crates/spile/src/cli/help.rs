@@ -91,7 +91,11 @@ pub const ENDINGS: &[Ending] = &[
     },
     Ending {
         command: "check",
-        codes: &[("3", "corruption found, or the file is cut short"), ("4", "nothing wrong but leaked space")],
+        codes: &[
+            ("1", "failure, or a file that the disk needs cannot be opened"),
+            ("3", "corruption found, or the file is cut short"),
+            ("4", "nothing wrong but leaked space"),
+        ],
         examples: &[
             ("spile check disk.vhd", "look only"),
             ("spile check disk.vhd --repair", "mend what can be mended without a loss"),

@@ -68,10 +68,11 @@ use std::time::Duration;
 use clap::{Args, FromArgMatches, Parser, Subcommand};
 use spile_core::{Error, ErrorKind, Locator, Result};
 use spile_engine::{Config, Engine, EngineKind};
+use spile_image::containers::format_at;
 use spile_image::{Format, OpenOptions};
 use spile_life::names;
 use spile_node::{OnError, Policy};
-use spile_store::CacheMode;
+use spile_store::{CacheMode, OsFiles};
 
 use self::ending::Exit;
 use self::progress::{Progress, progress_bar};
@@ -81,6 +82,7 @@ use crate::grow::GrowOptions;
 use crate::log::{self, complain, printable};
 use crate::tuned::ShapeChoice;
 use crate::units::{parse_duration, parse_size};
+use crate::{disks, signals};
 
 /// Serve virtual disks to guests, and create, inspect, check, convert and measure them
 #[derive(Debug, Parser)]
@@ -172,6 +174,10 @@ pub fn run() -> ExitCode {
     };
     if std::env::var_os("SPILE_ACCOUNTING").is_some_and(|word| word == "off") {
         spile_core::metrics::stop_counting();
+    }
+    if let Err(error) = signals::outlive_requests() {
+        format.complain(&error);
+        return ending::failure(&error);
     }
     let result = match &cli.command {
         Command::Create(args) => create::run(args),
@@ -452,9 +458,14 @@ fn existing(disk: &Path) -> Result<Locator> {
 }
 
 /// The format of what is at `at`. A command with several disks has options of its own names for their formats, and an error says
-/// the right one.
+/// the right one, and what the file is, as far as that shows.
 fn format_of(at: &Locator, given: Option<Format>, option: &str) -> Result<Format> {
-    Format::at(at, given).map_err(|error| match error.hint_text().map(|hint| hint.replace("--format", option)) {
+    if let Ok(format) = Format::at(at, given) {
+        return Ok(format);
+    }
+    let asked = at.clone();
+    let found = on_engine(move || async move { format_at(&OsFiles::new(CacheMode::Page), &asked, given).await });
+    found.map_err(|error| match error.hint_text().map(|hint| hint.replace("--format", option)) {
         Some(hint) => error.hint(hint),
         None => error,
     })

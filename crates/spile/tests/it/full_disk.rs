@@ -141,3 +141,51 @@ fn a_merge_without_space_makes_some_of_what_needs_none() {
 fn a_merge_of_vhds_without_space_makes_some_of_what_needs_none() {
     is_merged("thin.vhd", "a_merge_of_vhds_without_space_makes_some_of_what_needs_none");
 }
+
+/// Takes all the space that is left.
+fn fill_up(at: &Path) {
+    let mut ballast = std::fs::File::options().create(true).append(true).open(at.join("ballast")).unwrap();
+    for len in [MIB as usize, 4096, 1] {
+        while std::io::Write::write_all(&mut ballast, &vec![1; len]).is_ok() {}
+    }
+}
+
+/// A disk has space prepared ahead when its file system gets full. It goes back when the disk is closed, or by a repair where its server was killed.
+fn gives_back(name: &str, test: &str) {
+    for is_killed in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let mounted = match Mounted::new(dir.path()) {
+            Ok(mounted) => mounted,
+            Err(why) => return println!("SKIP {test}: {why}"),
+        };
+        let at = mounted.0.as_path();
+        ok(at, &["create", name, "--size", DISK]);
+        let empty_bytes = std::fs::metadata(at.join(name)).unwrap().len();
+        let served = serve(at, &[&format!("{name},name=d"), "--nbd", "unix:n"]);
+        let client = Client::connect(&nbd(at, "d")).unwrap();
+        client.write(0, &[7; 2 * MIB as usize], true).unwrap();
+        drop(client);
+        fill_up(at);
+        match is_killed {
+            false => assert!(served.terminate().success()),
+            true => served.kill(),
+        }
+        if is_killed {
+            ok(at, &["check", name, "--repair"]);
+        }
+        let told = json(at, &["check", name]);
+        assert_eq!((told["result"].as_str(), &told["leaked_bytes"]), (Some("sound"), &0.into()), "{is_killed}: {told}");
+        let len_bytes = std::fs::metadata(at.join(name)).unwrap().len();
+        assert!(is_killed || len_bytes < empty_bytes + 3 * MIB, "the file has {len_bytes} bytes");
+    }
+}
+
+#[test]
+fn a_vhd_that_is_closed_when_all_is_full_gives_back_what_was_prepared() {
+    gives_back("thin.vhd", "a_vhd_that_is_closed_when_all_is_full_gives_back_what_was_prepared");
+}
+
+#[test]
+fn a_qcow2_that_is_closed_when_all_is_full_gives_back_what_was_prepared() {
+    gives_back("thin.qcow2", "a_qcow2_that_is_closed_when_all_is_full_gives_back_what_was_prepared");
+}

@@ -47,6 +47,7 @@ mod options;
 mod receive;
 mod same;
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
@@ -299,18 +300,24 @@ impl NbdStore {
         if is_whole { self.transfer(offset, from, write).await } else { self.write_part(offset, from).await }
     }
 
-    async fn zero(&self, offset: u64, len: u64, keep_space: bool) -> Result<()> {
-        let is_whole = (offset | len).is_multiple_of(self.unit());
-        let step = if is_whole && self.has(transmission::SEND_WRITE_ZEROES) { PIECE_BYTES } else { ZERO_BYTES };
-        let mut at = 0;
-        while at < len {
-            let piece = step.min(len - at);
-            if step == PIECE_BYTES {
-                self.ask(Ask::Zero { keep_space }, offset + at, piece).await?;
-            } else {
-                self.write_at(StoreOffset(offset + at), &Segments::zeroed(piece as usize), Via::Cached).await?;
-            }
-            at += piece;
+    /// Zeroes whole blocks by the server's command, if it has one, and writes the ends of the range.
+    async fn zero(&self, range: Range<u64>, keep_space: bool) -> Result<()> {
+        let (start, end) = (range.start.next_multiple_of(self.unit()), range.end / self.unit() * self.unit());
+        if start >= end || !self.has(transmission::SEND_WRITE_ZEROES) {
+            return self.write_zeroes(range).await;
+        }
+        self.write_zeroes(range.start..start).await?;
+        for at in (start..end).step_by(PIECE_BYTES as usize) {
+            self.ask(Ask::Zero { keep_space }, at, PIECE_BYTES.min(end - at)).await?;
+        }
+        self.write_zeroes(end..range.end).await
+    }
+
+    /// Writes zeroes as data.
+    async fn write_zeroes(&self, range: Range<u64>) -> Result<()> {
+        for at in range.clone().step_by(ZERO_BYTES as usize) {
+            let piece = ZERO_BYTES.min(range.end - at);
+            self.write_at(StoreOffset(at), &Segments::zeroed(piece as usize), Via::Cached).await?;
         }
         Ok(())
     }
@@ -373,7 +380,7 @@ impl Store for NbdStore {
 
     async fn zero_range(&self, at: StoreOffset, len_bytes: u64) -> Result<()> {
         self.check_write(at.0, len_bytes)?;
-        self.zero(at.0, len_bytes, true).await
+        self.zero(at.0..at.0 + len_bytes, true).await
     }
 
     async fn punch_hole(&self, at: StoreOffset, len_bytes: u64) -> Result<()> {
@@ -381,7 +388,7 @@ impl Store for NbdStore {
         if !self.has(transmission::SEND_WRITE_ZEROES) {
             return Err(self.refuse(ErrorKind::Unsupported, "the server cannot punch holes", at.0));
         }
-        self.zero(at.0, len_bytes, false).await
+        self.zero(at.0..at.0 + len_bytes, false).await
     }
 
     async fn set_len(&self, len_bytes: u64) -> Result<()> {

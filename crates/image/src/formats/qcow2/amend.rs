@@ -18,6 +18,7 @@ use super::check::{Counted, count};
 use super::codec::extension::{Extension, kind};
 use super::codec::header::{Compression, Header, feature};
 use super::create::{V2_HEADER_BYTES, V3_HEADER_BYTES, write};
+use super::data_file::sound_autoclear;
 use super::first_cluster::change;
 use super::open::{Head, read_head};
 use crate::amend::{Amended, Amendment, Revision};
@@ -48,7 +49,7 @@ impl<S: Store> Qcow2<S> {
     }
 
     async fn write_features(&self, header: &Header, after: Revision) -> Result<()> {
-        let fields = [compatible(header, after), header.autoclear & feature::KNOWN_AUTOCLEAR];
+        let fields = [compatible(header, after), sound_autoclear(header)];
         write(&self.store, COMPATIBLE_AT, &fields.map(u64::to_be_bytes).concat()).await?;
         self.store.sync().await
     }

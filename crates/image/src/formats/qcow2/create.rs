@@ -142,6 +142,7 @@ fn header(new: &NewImage) -> Result<Header> {
     Ok(Header {
         version,
         backing: None,
+        stray_name_bytes: 0,
         cluster_bits,
         size_bytes: new.size_bytes,
         crypt_method: 0,

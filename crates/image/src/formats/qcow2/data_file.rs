@@ -40,6 +40,17 @@ pub(super) fn is_raw(header: &Header) -> bool {
     header.has(feature::DATA_FILE) && header.autoclear & feature::RAW_DATA_FILE != 0
 }
 
+/// The autoclear feature that calls a data file raw which the image does not have. It means nothing here; for the specification, and for QEMU, such an image
+/// is corrupt.
+pub(super) fn stray_autoclear(header: &Header) -> u64 {
+    if header.has(feature::DATA_FILE) { 0 } else { header.autoclear & feature::RAW_DATA_FILE }
+}
+
+/// The autoclear features that are known here and mean something.
+pub(super) fn sound_autoclear(header: &Header) -> u64 {
+    header.autoclear & feature::KNOWN_AUTOCLEAR & !stray_autoclear(header)
+}
+
 /// Autoclear features that stay true while the image is written.
 pub(super) fn kept_autoclear(header: &Header) -> u64 {
     if is_raw(header) { feature::RAW_DATA_FILE } else { 0 }

@@ -1,10 +1,12 @@
 //! Facts about an image, for `spile info`. Control characters in text from the image are escaped.
 
 use super::Qcow2;
+use super::check::oddities;
 use super::codec::bitmap::{Bitmap, flag};
 use super::codec::header::{Compression, Header, feature};
 use super::codec::printable;
 use super::codec::snapshot::Snapshot;
+use super::data_file::is_raw;
 use super::lists::{List, Lists};
 use super::open::Head;
 use crate::facts::{Facts, Record, Value};
@@ -35,7 +37,7 @@ fn header_values(header: &Header) -> Record {
         ("lazy_refcounts", (header.compatible & feature::LAZY_REFCOUNTS != 0).into()),
         ("dirty", header.has(feature::DIRTY).into()),
         ("corrupt", header.has(feature::CORRUPT).into()),
-        ("data_file_is_raw", (header.autoclear & feature::RAW_DATA_FILE != 0).into()),
+        ("data_file_is_raw", is_raw(header).into()),
     ]
 }
 
@@ -83,6 +85,9 @@ fn lines<S>(image: &Qcow2<S>, head: &Head) -> Vec<(&'static str, String)> {
     for (_, state) in states.iter().filter(|(bit, _)| header.has(*bit)) {
         lines.push(("state", (*state).to_owned()));
     }
+    lines.extend(
+        oddities(header).into_iter().map(|(_, what)| ("warning", format!("{what}; `spile check --repair` mends it"))),
+    );
     add_list(&mut lines, "snapshots", &image.lists.snapshots, |snapshot| printable(&snapshot.name));
     let consistent = image.lists.bitmaps_are_consistent;
     add_list(&mut lines, "bitmaps", &image.lists.bitmaps, |bitmap| {

@@ -61,7 +61,7 @@ pub(super) fn change(head: &Head, header: Header, all: Vec<Extension>, name: Opt
         Some(name) => Some(place_of(head, end, name.len())?),
         None => None,
     };
-    let header = Header { backing: place, ..header }.to_bytes();
+    let header = Header { backing: place, stray_name_bytes: 0, ..header }.to_bytes();
     bytes[..header.len()].copy_from_slice(&header);
     if let (Some(name), Some(place)) = (name, place) {
         bytes.resize(bytes.len().max(place.range().end), 0);

@@ -265,7 +265,7 @@ impl<S: Store> Sparse<S> {
             match self.next_turn(block) {
                 Turn::Placed(sector) => return Ok(Placed { sector, is_new: false }),
                 Turn::Wait(done) => done.await,
-                Turn::Prepare => self.prepare().await?,
+                Turn::Prepare => self.prepare(block).await?,
                 Turn::Place(ready) => {
                     let placed = self.write_new_block(block, ready).await;
                     let mut state = self.alloc.lock();
@@ -293,6 +293,12 @@ impl<S: Store> Sparse<S> {
         let Some(ready) = state.ready.pop_front() else { return Turn::Prepare };
         state.placing.insert(block, Arc::new(Event::new()));
         Turn::Place(ready)
+    }
+
+    /// True while nothing is ready, and nobody places `block` or has placed it.
+    fn needs_place(&self, block: u32) -> bool {
+        let state = self.alloc.lock();
+        state.ready.is_empty() && self.bat.get(block).is_none() && !state.placing.contains_key(&block)
     }
 
     /// Rule 2: bitmap, then BAT, both cached; then the map in memory. On an error the place is leaked, not reused:
@@ -334,10 +340,10 @@ impl<S: Store> Sparse<S> {
         (state.ready.len() as u64) < state.step_blocks.div_ceil(2)
     }
 
-    /// Rule 1: prepares the next step of space, unless another task has just done that.
-    async fn prepare(&self) -> Result<()> {
+    /// Rule 1: prepares the next step of space, unless another task has just done that, or has taken the last place for the same `block`.
+    async fn prepare(&self, block: u32) -> Result<()> {
         let _one = self.alloc.preparing.lock().await;
-        if !self.alloc.lock().ready.is_empty() {
+        if !self.needs_place(block) {
             return Ok(());
         }
         let no_space = |result: &Result<()>| matches!(result, Err(error) if error.kind() == ErrorKind::NoSpace);

@@ -229,10 +229,28 @@ impl<S: Store> Sparse<S> {
     /// Moves the trailing footer to the end of the last block, and ends the file there.
     pub(super) async fn cut_tail(&self) -> Result<()> {
         let end = self.alloc.end_for(self.used_end());
-        self.write_footer_at(end).await?;
-        self.store.sync().await?;
+        match self.write_footer_at(end).await {
+            Ok(()) => self.store.sync().await?,
+            Err(error) if error.kind() == ErrorKind::NoSpace => return self.cut_before_footer(end).await,
+            Err(error) => return Err(error),
+        }
         self.alloc.cut(end);
         self.store.set_len(end + SECTOR).await
+    }
+
+    /// Ends the file behind `end`, where its file system has no room for the footer: the cut gives it the room of the old one. In between the file ends
+    /// with zeroes, and the copy at the start counts, which is whole and durable before.
+    async fn cut_before_footer(&self, end: u64) -> Result<()> {
+        self.mend_copy().await?;
+        self.store.sync().await?;
+        self.alloc.cut(end);
+        self.alloc.set_trailing_is_gone(true);
+        self.store.set_len(end + SECTOR).await?;
+        self.store.sync().await?;
+        self.write_footer_at(end).await?;
+        self.store.sync().await?;
+        self.alloc.set_trailing_is_gone(false);
+        Ok(())
     }
 
     /// One past the last byte that anything refers to.

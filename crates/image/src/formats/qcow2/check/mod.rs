@@ -11,6 +11,7 @@
 //! Time is bounded by the length of the file: each L2 table is walked through once for each L1 table that names it. A server counts while it
 //! serves other disks, so no step is long: other requests of the worker run in between ([`breathe`]).
 
+mod lower;
 mod repair;
 mod room;
 mod window;
@@ -25,13 +26,17 @@ use super::codec::header::{Header, feature};
 use super::codec::snapshot::Snapshot;
 use super::codec::table::{Cluster, Rules, decode};
 use super::codec::{COPIED, refcount};
+use super::data_file::stray_autoclear;
 use super::lists::{List, all_snapshots, bitmaps};
 use super::open::{Head, read, read_head, read_l1, rules};
+use super::writing::AUTOCLEAR_AT;
 use crate::check::{Mend, Report, Severity};
 
 pub(super) use self::repair::repair;
 pub(super) use self::room::refuse_full;
 
+/// Where the header has the length of the backing file's name.
+const NAME_LENGTH_AT: u64 = 16;
 /// The most that is read of the directory of bitmaps.
 const LIST_BYTES: u64 = 16 << 20;
 /// What is read at once of a table that may be long.
@@ -122,6 +127,25 @@ fn note_features(header: &Header, findings: &mut Findings) {
         let message = "the image is marked corrupt: a program that wrote to it found a contradiction";
         findings.corruption(None, Mend::Repair, message);
     }
+    for (offset, message) in oddities(header) {
+        findings.add(Severity::Note, offset, Mend::Repair, message);
+    }
+}
+
+/// What a header says that means nothing, and that other programs may stumble over: where, and what.
+pub(super) fn oddities(header: &Header) -> Vec<(u64, String)> {
+    let mut found = Vec::new();
+    if header.stray_name_bytes > 0 {
+        let len = header.stray_name_bytes;
+        let what =
+            format!("the header has a length for the name of a backing file ({len}), but no name: there is none");
+        found.push((NAME_LENGTH_AT, what));
+    }
+    if stray_autoclear(header) != 0 {
+        let what = "the header calls an external data file raw (autoclear bit 1), but there is none: QEMU refuses that";
+        found.push((AUTOCLEAR_AT, what.to_owned()));
+    }
+    found
 }
 
 fn tell_list<T>(what: &str, list: &List<T>, findings: &mut Findings) {

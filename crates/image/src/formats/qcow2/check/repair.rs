@@ -1,6 +1,6 @@
 //! Mending refcounts, COPIED bits and flags.
 //!
-//! All references are counted, and new refcounts are made of that where nothing else is: behind the end of a file, or behind
+//! Counts that are only too high are lowered where they are (`lower`). For all else, all references are counted, and new refcounts are made of that where nothing else is: behind the end of a file, or behind
 //! all that is in use on a device. When they are durable, the header is pointed at them. Until then, the image is what it was,
 //! and the old refcounts, right or wrong, are looked at by nobody: so it does not matter how damaged they are. COPIED bits
 //! follow the same counts. The flags "dirty" and "corrupt" fall last.
@@ -14,12 +14,14 @@ use super::super::codec::header::feature;
 use super::super::codec::table::{decode, encode};
 use super::super::codec::{COPIED, refcount};
 use super::super::create::write;
+use super::super::data_file::{sound_autoclear, stray_autoclear};
 use super::super::entries::places;
 use super::super::layout::Refcounts;
 use super::super::open::{read, read_l1};
 use super::super::writing::{AUTOCLEAR_AT, INCOMPATIBLE_AT};
+use super::lower::lower;
 use super::window::{Findings, Window};
-use super::{Walk, breathe, check};
+use super::{NAME_LENGTH_AT, Walk, breathe, check};
 use crate::check::{Finding, Mend, Report, Severity};
 
 /// Where the header says where the refcount table is, and how long.
@@ -56,10 +58,14 @@ pub(in crate::formats::qcow2) async fn repair<S: Store>(store: &S) -> Result<Out
     }
     let is_wrong = |f: &Finding| f.severity == Severity::Leak || f.is_corruption();
     let flagged = walk.header().has(feature::CORRUPT);
-    if found.findings.iter().filter(|f| is_wrong(f)).count() > usize::from(flagged) {
-        clear_autoclear(&walk).await?;
-        rebuild(&walk, used_end).await?;
+    let changes = found.findings.iter().filter(|f| is_wrong(f)).count() > usize::from(flagged);
+    clear_autoclear(&walk, changes).await?;
+    match found.corruption() {
+        _ if !changes => {}
+        None => lower(store, used_end).await?,
+        Some(_) => rebuild(&walk, used_end).await?,
     }
+    clear_name_length(&walk).await?;
     clear_flags(&walk).await?;
     Ok(Outcome { found, hindrance: None })
 }
@@ -165,7 +171,7 @@ async fn write_block<S: Store>(
 }
 
 /// Sets and clears COPIED in the active tables, for what lies in the window.
-async fn mend_copied<S: Store>(walk: &Walk<'_, S>, window: &Window) -> Result<()> {
+pub(super) async fn mend_copied<S: Store>(walk: &Walk<'_, S>, window: &Window) -> Result<()> {
     let header = walk.header();
     let entries = u64::from(header.l1_entries);
     for (number, entry) in (0u64..).zip(read_l1(walk.store, header.l1_offset, entries, entries).await?) {
@@ -207,13 +213,24 @@ fn mended(entry: u64, host: u64, window: &Window) -> Option<u64> {
     (right != entry).then_some(right)
 }
 
-/// Clears autoclear bits that are not known here, before the image changes: what they say may not be true any more.
-async fn clear_autoclear<S: Store>(walk: &Walk<'_, S>) -> Result<()> {
-    let known = walk.header().autoclear & feature::KNOWN_AUTOCLEAR;
-    if walk.header().version < 3 || known == walk.header().autoclear {
+/// Clears the autoclear bit of a raw data file that there is not; and those that are not known here before the image changes: what they say may not be
+/// true any more.
+async fn clear_autoclear<S: Store>(walk: &Walk<'_, S>, changes: bool) -> Result<()> {
+    let header = walk.header();
+    let left = if changes { sound_autoclear(header) } else { header.autoclear & !stray_autoclear(header) };
+    if header.version < 3 || left == header.autoclear {
         return Ok(());
     }
-    write(walk.store, AUTOCLEAR_AT, &known.to_be_bytes()).await?;
+    write(walk.store, AUTOCLEAR_AT, &left.to_be_bytes()).await?;
+    walk.store.sync().await
+}
+
+/// Clears the length of a name that there is not.
+async fn clear_name_length<S: Store>(walk: &Walk<'_, S>) -> Result<()> {
+    if walk.header().stray_name_bytes == 0 {
+        return Ok(());
+    }
+    write(walk.store, NAME_LENGTH_AT, &[0; 4]).await?;
     walk.store.sync().await
 }
 

@@ -83,8 +83,10 @@ impl NamePlace {
 pub struct Header {
     /// 2 or 3.
     pub version: u32,
-    /// The backing file's name; `None` when both fields are zero.
+    /// The backing file's name; `None` when its offset is zero: then there is no backing file.
     pub backing: Option<NamePlace>,
+    /// What the header has in the place of the name's length where there is no backing file. It means nothing.
+    pub stray_name_bytes: u32,
     /// The cluster size as a power of two, 9 to 21.
     pub cluster_bits: u32,
     /// The size of the virtual disk in bytes.
@@ -155,7 +157,8 @@ impl Header {
         let place = NamePlace { offset: be64(bytes, 8), len_bytes: be32(bytes, 16) };
         Self {
             version,
-            backing: (place.offset != 0 || place.len_bytes != 0).then_some(place),
+            backing: (place.offset != 0).then_some(place),
+            stray_name_bytes: if place.offset == 0 { place.len_bytes } else { 0 },
             cluster_bits,
             size_bytes: be64(bytes, 24),
             crypt_method: be32(bytes, 32),
@@ -201,7 +204,7 @@ impl Header {
     /// The bytes of the header, `header_bytes` long.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut out = vec![0; self.header_bytes as usize];
-        let place = self.backing.unwrap_or(NamePlace { offset: 0, len_bytes: 0 });
+        let place = self.backing.unwrap_or(NamePlace { offset: 0, len_bytes: self.stray_name_bytes });
         put(&mut out, 0, &MAGIC);
         put(&mut out, 4, &self.version.to_be_bytes());
         put(&mut out, 8, &place.offset.to_be_bytes());
@@ -284,8 +287,7 @@ impl Header {
         }
     }
 
-    /// An offset of 0 with a length is refused although the specification calls the length undefined then: the image
-    /// may have lost the name of its backing file, and would read zeroes in its place.
+    /// An offset without a length is refused: the image says that it has a backing file, and would read zeroes in its place.
     fn check_backing(&self) -> Result<(), CodecError> {
         let Some(NamePlace { offset, len_bytes }) = self.backing else { return Ok(()) };
         let end = offset.checked_add(u64::from(len_bytes));
@@ -377,6 +379,7 @@ mod tests {
         Header {
             version: 3,
             backing: None,
+            stray_name_bytes: 0,
             cluster_bits: 16,
             size_bytes: 1 << 30,
             crypt_method: 0,
@@ -440,6 +443,15 @@ mod tests {
     }
 
     #[test]
+    fn the_length_of_a_name_means_nothing_where_there_is_no_name() {
+        let header = Header { stray_name_bytes: 23, ..sample() };
+        let parsed = Header::parse(&header.to_bytes()).unwrap();
+        assert_eq!((parsed.backing, parsed.stray_name_bytes, parsed.check(&[])), (None, 23, Ok(())));
+        let place = NamePlace { offset: 200, len_bytes: 0 };
+        refused(|h| h.backing = Some(place), CodecError::BackingName { offset: 200, len_bytes: 0 });
+    }
+
+    #[test]
     fn tables_that_reading_does_without_are_checked_apart() {
         let header = Header { refcount_table_clusters: 0, snapshots: 65537, ..sample() };
         assert_eq!(header.check(&[]), Ok(()));
@@ -460,7 +472,10 @@ mod tests {
             (header.l1_offset, header.snapshots_offset) = (fields[1], fields[2]);
             (header.refcount_table_offset, header.crypt_method) = (fields[3], counts[0]);
             (header.l1_entries, header.refcount_table_clusters, header.snapshots) = (counts[1], counts[2], counts[3]);
-            header.backing = Some(NamePlace { offset: fields[4], len_bytes: counts[4] });
+            match fields[4] {
+                0 => header.stray_name_bytes = counts[4],
+                offset => header.backing = Some(NamePlace { offset, len_bytes: counts[4] }),
+            }
             match version {
                 2 => (header.header_bytes, header.more) = (72, Vec::new()),
                 _ => {

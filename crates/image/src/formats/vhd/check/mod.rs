@@ -307,7 +307,19 @@ async fn mend_tail<S: Store>(store: &S, footers: &Footers, sparse: &SparseParts)
         // Another program made this file, and may keep something behind the blocks.
         return write(store, store.len_bytes() - footers.trailing_bytes, &footer.to_bytes()).await;
     }
-    write(store, end, &footer.to_bytes()).await?;
-    store.sync().await?;
-    store.set_len(end + SECTOR).await
+    match write(store, end, &footer.to_bytes()).await {
+        Ok(()) => {
+            store.sync().await?;
+            store.set_len(end + SECTOR).await
+        }
+        // The cut gives the footer the room of the old one. In between the file ends with zeroes, and the copy counts.
+        Err(error) if error.kind() == ErrorKind::NoSpace => {
+            write(store, 0, &footer.to_bytes()).await?;
+            store.sync().await?;
+            store.set_len(end + SECTOR).await?;
+            store.sync().await?;
+            write(store, end, &footer.to_bytes()).await
+        }
+        Err(error) => Err(error),
+    }
 }
