@@ -4,8 +4,8 @@
 //! the rules of `tidy`, Clippy and the unit tests for the crates that changed and those that import them, and a few
 //! tests against other programs. `cargo xtask test` is all of that for every crate, and more.
 
-use crate::tidy::arrows::{self, Metadata};
 use crate::peer::Build;
+use crate::tidy::arrows::{self, Metadata};
 use crate::{Result, shell, test};
 use std::collections::BTreeSet;
 use std::path::PathBuf;

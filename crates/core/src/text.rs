@@ -67,6 +67,9 @@ mod tests {
 
     #[test]
     fn json_stays_exact() {
-        assert_eq!(exact_json("{\n  \"a\": \"\u{202e}\u{9b}\u{e0001}é\"\n}"), "{\n  \"a\": \"\\u202e\\u009b\\udb40\\udc01é\"\n}");
+        assert_eq!(
+            exact_json("{\n  \"a\": \"\u{202e}\u{9b}\u{e0001}é\"\n}"),
+            "{\n  \"a\": \"\\u202e\\u009b\\udb40\\udc01é\"\n}"
+        );
     }
 }

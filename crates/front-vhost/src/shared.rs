@@ -20,9 +20,11 @@ pub const NOT_SHARED: &str = "the memory of a guest is not shared with this serv
 /// No longer text is looked at: processes with more mappings are not guests.
 const MOST_BYTES: u64 = 16 << 20;
 
+type Hear = dyn Fn(&str) + Send + Sync;
+
 /// Hears, once, that a guest's memory is not shared. Must not wait.
 #[derive(Clone, Default)]
-pub struct Tell(Option<Arc<dyn Fn(&str) + Send + Sync>>);
+pub struct Tell(Option<Arc<Hear>>);
 
 impl Tell {
     /// Has `hear` called.

@@ -81,7 +81,7 @@ pub fn format_rate(bytes_per_s: f64) -> String {
 /// Writes a limit of bytes in a second as [`parse_size`] reads it, and what that is as a rate: `5M (5.24 MB/s)`. Units of a size are binary, those of a rate decimal.
 pub fn format_limit(bytes_per_s: u64) -> String {
     const UNITS: [(&str, u32); 4] = [("T", 40), ("G", 30), ("M", 20), ("K", 10)];
-    let unit = UNITS.iter().find(|(_, shift)| bytes_per_s > 0 && bytes_per_s % (1 << shift) == 0);
+    let unit = UNITS.iter().find(|(_, shift)| bytes_per_s > 0 && bytes_per_s.is_multiple_of(1 << shift));
     let rate = format_rate(bytes_per_s as f64);
     match unit {
         Some((unit, shift)) => format!("{}{unit} ({rate})", bytes_per_s >> shift),

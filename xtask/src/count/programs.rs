@@ -54,15 +54,7 @@ impl Programs {
         let file = self.folder.join(format!("{}-{requests}.{}", case.name.replace([' ', ','], "-"), unit.program()));
         match case.way {
             Way::Traced(image, turn) => {
-                return calls::count(
-                    self.spile()?,
-                    &self.folder,
-                    &file,
-                    image,
-                    turn,
-                    unit,
-                    requests,
-                );
+                return calls::count(self.spile()?, &self.folder, &file, image, turn, unit, requests);
             }
             Way::Vhost(load) => run_vhost(&self.spile()?, &file, "on", load, requests)?,
             Way::VhostUncounted(load) => {

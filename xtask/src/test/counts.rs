@@ -227,7 +227,8 @@ mod tests {
 
     #[test]
     fn the_slowest_tests_are_told() {
-        let log = "passed  a.b (3.3 s)\n        PASS [   4.125s] (1/9) mem it::x\npassed  c (0.5 s)\nfailed  d (9.0 s)\n";
+        let log =
+            "passed  a.b (3.3 s)\n        PASS [   4.125s] (1/9) mem it::x\npassed  c (0.5 s)\nfailed  d (9.0 s)\n";
         let expected = [(4.125, "(1/9) mem it::x".to_owned()), (3.3, "a.b".to_owned())];
         assert_eq!(slowest(log, 2), expected);
         assert_eq!(slowest("12 passed, 0 failed, 0 skipped\n", 2), []);

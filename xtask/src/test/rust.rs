@@ -3,9 +3,9 @@
 //! Clippy is the compiler with more lints. So the tests are built by it, and no crate is compiled once more only to be
 //! looked at. A finding does not stop the build: it fails the stage `clippy`, and the tests run all the same.
 
+use super::Stage;
 use super::counts::Reader;
 use super::stages::cargo;
-use super::Stage;
 use crate::{bench, shell};
 use std::path::PathBuf;
 use std::process::Command;
@@ -30,10 +30,12 @@ pub fn build(packages: &[&str]) -> Stage {
 
 fn unit(packages: &[&str]) -> Stage {
     if !shell::on_path("cargo-nextest") {
-        let words = [&["test", "--lib", "--bins", "--tests"], packages, &["--no-fail-fast", "--", "--show-output"]].concat();
+        let words =
+            [&["test", "--lib", "--bins", "--tests"], packages, &["--no-fail-fast", "--", "--show-output"]].concat();
         return Stage { name: "unit", command: linted(&words), reader: Reader::CargoTest };
     }
-    let mut command = linted(&[&["nextest", "run", "--success-output=immediate", "--status-level=pass"], packages].concat());
+    let mut command =
+        linted(&[&["nextest", "run", "--success-output=immediate", "--status-level=pass"], packages].concat());
     // Many tests wait most of their time: for a limit, a hang, a kill.
     let at_a_time = bench::server::core_count() * 2;
     command.args(["--color=never", "--no-tests=pass"]).arg(format!("--test-threads={at_a_time}"));

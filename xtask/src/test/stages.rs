@@ -1,8 +1,8 @@
 //! Which stages there are, and which of them run beside each other.
 
+use super::Stage;
 use super::counts::Reader;
 use super::rust::{build, rust_tests};
-use super::Stage;
 use crate::peer::{self, Build};
 use crate::{count, shell};
 use std::path::PathBuf;

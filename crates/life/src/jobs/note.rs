@@ -422,7 +422,8 @@ pub(crate) async fn write_text<F: Files>(files: &F, path: &Path, text: &str) -> 
 pub(crate) async fn read_text<F: Files>(files: &F, path: &Path) -> Result<Option<String>> {
     let Some(store) = files.open_own(path, OpenMode::ReadOnly, None).await? else { return Ok(None) };
     if store.len_bytes() > MOST_BYTES {
-        let what = format!("this is no note of Spile's: it has {} bytes, and none has over {MOST_BYTES}", store.len_bytes());
+        let what =
+            format!("this is no note of Spile's: it has {} bytes, and none has over {MOST_BYTES}", store.len_bytes());
         return Err(Error::new(ErrorKind::InvalidInput, what).at_path(path).hint("look whose it is, and remove it"));
     }
     let bytes = Segments::zeroed(store.len_bytes() as usize);

@@ -219,9 +219,7 @@ impl Manifest {
         let (checksum, mut summer) = (self.checksum.take(), Summer::default());
         let written = serde_json::to_writer_pretty(&mut summer, self);
         self.checksum = checksum;
-        written.map_err(|error| {
-            Error::new(ErrorKind::InvalidInput, "cannot write the manifest").caused_by(error)
-        })?;
+        written.map_err(|error| Error::new(ErrorKind::InvalidInput, "cannot write the manifest").caused_by(error))?;
         Ok(format!("{:016x}", summer.sum()))
     }
 

@@ -77,7 +77,6 @@ use spile_store::{CacheMode, OsFiles};
 use self::ending::Exit;
 use self::progress::{Progress, progress_bar};
 use self::say::{print_json, print_text, say, say_lines, try_say};
-use crate::disks;
 use crate::grow::GrowOptions;
 use crate::log::{self, complain, printable};
 use crate::tuned::ShapeChoice;

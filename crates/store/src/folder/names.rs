@@ -110,7 +110,7 @@ impl Folder {
     /// `Exists`; `NotFound` when the file has lost all its names; `Unsupported` where there are no hard links; the system's.
     pub fn link(&self, file: impl AsFd, name: &OsStr) -> Result<()> {
         let done = single(name).and_then(|name| self.link_by_descriptor(file.as_fd(), name));
-        done.map_err(|source| cannot_link(source)).map_err(|error| self.at(error, name))
+        done.map_err(cannot_link).map_err(|error| self.at(error, name))
     }
 
     /// The same for a file that is known to be at `from`, where there is no other way than by that name.

@@ -31,7 +31,7 @@ const LOOK: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC)
 pub(super) fn folder(path: &Path) -> Result<Folder> {
     match straight(path) {
         Some(found) => found.map(|dir| (dir, clean(path))).and_then(|(dir, real)| Ok(held(dir, real?))),
-        None => Walk::begin(path).and_then(Walk::to_folder),
+        None => Walk::begin(path).and_then(Walk::into_folder),
     }
     .map_err(|errno| at(errno, path))
 }
@@ -47,7 +47,7 @@ pub(super) fn place(path: &Path) -> Result<Place> {
         let folder = held(dir, real);
         return Ok(Place { folder, name: name.to_owned(), owner: None, is_elsewhere: false, is_kernels: false });
     }
-    Walk::begin(path).and_then(Walk::to_place).map_err(|failed| at(failed, path))
+    Walk::begin(path).and_then(Walk::into_place).map_err(|failed| at(failed, path))
 }
 
 fn held(dir: OwnedFd, real: PathBuf) -> Folder {
@@ -160,14 +160,14 @@ impl Walk {
         self.left[before..].reverse();
     }
 
-    fn to_folder(mut self) -> Result<Folder, Failed> {
+    fn into_folder(mut self) -> Result<Folder, Failed> {
         while let Some(part) = self.left.pop() {
             self.step(&part)?;
         }
         self.end().map(|(folder, _)| folder)
     }
 
-    fn to_place(mut self) -> Result<Place, Failed> {
+    fn into_place(mut self) -> Result<Place, Failed> {
         while let Some(part) = self.left.pop() {
             if !self.left.is_empty() {
                 self.step(&part)?;
