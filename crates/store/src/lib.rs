@@ -18,6 +18,7 @@ mod memory;
 mod metered;
 mod nbd;
 pub mod openers;
+mod opening;
 pub mod own;
 mod sync_gate;
 mod times;
