@@ -159,7 +159,8 @@ pub struct ServeArgs {
     tls_required: bool,
     /// The most NBD clients at a time. When all places are taken, the process or host that holds most of them gives one up to a
     /// newcomer: its connection that has been silent for the longest time, 10 seconds at least. Where there is none such, the
-    /// newcomer is turned away, and stderr says so. Nobody is cut off for being idle while there are places
+    /// newcomer gets a place of a reserve (an eighth of N besides), and when that is taken one of a process or host that holds more than its
+    /// share; else it is turned away, and stderr says so. Nobody is cut off for being idle while there are places
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000), default_value = "1024")]
     max_connections: u32,
     /// Hang up on clients that have not chosen an export after this long

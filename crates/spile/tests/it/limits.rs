@@ -63,7 +63,7 @@ fn the_wait_for_a_limit_is_a_phase_of_its_own() {
     let dir = dir.path();
     let client = Client::connect(&nbd(dir, "")).unwrap();
     (0..10).for_each(|_| client.read(0, &mut [0; 4096]).unwrap());
-    let slow = json(dir, &["slow", "c", "--json"]);
+    let slow = json(dir, &["slow", "c"]);
     let time = |name: &str| {
         let phases = slow["answered"][0]["phases"].as_array().unwrap();
         phases.iter().find(|phase| phase["name"] == name).unwrap()["time_us"].as_f64().unwrap()
