@@ -98,7 +98,18 @@ impl Bound {
     /// As [`Bound::new`].
     pub fn after_asking(address: &Address, question: Vec<u8>) -> Result<Self> {
         match address {
-            Address::Unix(path) => bind_unix(path, question),
+            Address::Unix(path) => bind_unix(path, question, None),
+            Address::Tcp(host, port) => bind_tcp(host, *port, &question),
+        }
+    }
+
+    /// As [`Bound::after_asking`]; only this user and root may connect to a Unix socket, whatever the umask is.
+    ///
+    /// # Errors
+    /// As [`Bound::new`].
+    pub fn private(address: &Address, question: Vec<u8>) -> Result<Self> {
+        match address {
+            Address::Unix(path) => bind_unix(path, question, Some(PRIVATE_MODE)),
             Address::Tcp(host, port) => bind_tcp(host, *port, &question),
         }
     }
@@ -212,7 +223,7 @@ fn is_tcp_alive(host: &str, port: u16, question: &[u8]) -> bool {
     }
 }
 
-fn bind_unix(path: &Path, question: Vec<u8>) -> Result<Bound> {
+fn bind_unix(path: &Path, question: Vec<u8>, mode: Option<Mode>) -> Result<Bound> {
     let path = std::path::absolute(path).map_err(|e| Error::io("listen", e)).at_path(path)?;
     let failed = |e: std::io::Error| {
         let is_too_long = e.kind() == IoKind::InvalidInput;
@@ -222,10 +233,7 @@ fn bind_unix(path: &Path, question: Vec<u8>) -> Result<Bound> {
     // The name that is bound below may be shorter than the name that clients have to use, so that name is checked first.
     SocketAddr::from_pathname(&path).map_err(failed)?;
     refuse_busy(&path, &question)?;
-    let name = format!(".spile-{}-{}", std::process::id(), next_number());
-    let temporary = path.with_file_name(name);
-    let _ = fs::remove_file(&temporary);
-    let fd = bind_silently(&temporary).map_err(failed)?;
+    let (fd, temporary) = bind_hidden(&path, mode).map_err(failed)?;
     let pending = Some(PendingName { temporary, wanted: path.clone(), question });
     Ok(Bound { fd, address: Some(Address::Unix(path)), pending, is_taken_over: false })
 }
@@ -233,9 +241,37 @@ fn bind_unix(path: &Path, question: Vec<u8>) -> Result<Bound> {
 /// How many clients may wait to be accepted: as many as the system allows.
 const BACKLOG: i32 = -1;
 
-/// A socket that is bound to `path` and does not listen: nobody can connect before it is said who may.
-fn bind_silently(path: &Path) -> std::io::Result<OwnedFd> {
+/// For the owner alone.
+const PRIVATE_MODE: Mode = Mode::from_raw_mode(0o700);
+/// So many random names are tried.
+const NAME_TRIES: usize = 16;
+
+/// A socket beside `path`, under a name that nobody can foretell and that is not much longer than others.
+fn bind_hidden(path: &Path, mode: Option<Mode>) -> std::io::Result<(OwnedFd, PathBuf)> {
+    let mut tried = Err(Errno::ADDRINUSE.into());
+    for _ in 0..NAME_TRIES {
+        let temporary = path.with_file_name(format!(".spile-{:08x}", random()));
+        match bind_silently(&temporary, mode) {
+            Err(error) if error.kind() == IoKind::AddrInUse => tried = Err(error),
+            bound => return bound.map(|fd| (fd, temporary)),
+        }
+    }
+    tried
+}
+
+/// The keys of a new RandomState come from the kernel's random numbers.
+fn random() -> u32 {
+    use std::hash::{BuildHasher as _, Hasher as _, RandomState};
+    RandomState::new().build_hasher().finish() as u32
+}
+
+/// A socket that is bound to `path` and does not listen: nobody can connect before it is said who may. Its file has the mode that the socket has before it is
+/// bound.
+fn bind_silently(path: &Path, mode: Option<Mode>) -> std::io::Result<OwnedFd> {
     let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    if let Some(mode) = mode {
+        rustix::fs::fchmod(&fd, mode)?;
+    }
     rustix::net::bind(&fd, &SocketAddrUnix::new(path)?)?;
     Ok(fd)
 }
@@ -258,12 +294,6 @@ fn open_own_socket(path: &Path) -> std::io::Result<OwnedFd> {
     let is_ours =
         FileType::from_raw_mode(stat.st_mode) == FileType::Socket && stat.st_uid == rustix::process::geteuid().as_raw();
     is_ours.then_some(fd).ok_or_else(|| std::io::Error::other("something else lies in its place"))
-}
-
-fn next_number() -> u32 {
-    use std::sync::atomic::{AtomicU32, Ordering};
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 /// Refuses a path where a server is, or where something lies that is no socket.

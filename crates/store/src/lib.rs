@@ -19,6 +19,7 @@ mod metered;
 mod nbd;
 pub mod openers;
 pub mod own;
+pub mod own_folder;
 mod sync_gate;
 mod times;
 
