@@ -151,8 +151,24 @@ impl Files for SlowFiles {
         self.inner.is_at(&store.inner, path).await
     }
 
-    async fn copy_access(&self, from: &Path, to: &Path) -> Result<()> {
-        self.inner.copy_access(from, to).await
+    async fn rename_file(
+        &self,
+        (store, from): (&Self::Store, &Path),
+        (to, over): (&Path, Option<&Self::Store>),
+    ) -> Result<()> {
+        self.inner.rename_file((&store.inner, from), (to, over.map(|over| &over.inner))).await
+    }
+
+    async fn link_file(&self, (store, from): (&Self::Store, &Path), to: &Path) -> Result<()> {
+        self.inner.link_file((&store.inner, from), to).await
+    }
+
+    async fn remove_file(&self, store: &Self::Store, path: &Path) -> Result<()> {
+        self.inner.remove_file(&store.inner, path).await
+    }
+
+    async fn copy_access(&self, from: &Self::Store, to: &Self::Store) -> Result<()> {
+        self.inner.copy_access(&from.inner, &to.inner).await
     }
 
     async fn reopen(&self, store: &Self::Store, mode: OpenMode) -> Result<Self::Store> {

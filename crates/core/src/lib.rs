@@ -29,7 +29,7 @@ pub use log_limit::LogLimit;
 pub use path_cell::PathCell;
 pub use shard::{SHARDS, act_as_shard, shard_number};
 pub use spile_mem::{Segment, Segments};
-pub use store::{Env, Files, OpenMode, Store, StoreExtent, StoreInfo, Timer, Via, Work};
+pub use store::{Env, Files, OpenMode, Store, StoreExtent, StoreInfo, Timer, Via, Work, exchanged, lost, taken};
 pub use text::{exact_json, is_unseen, printable, printable_lines};
 pub use units::format_size;
 pub use yield_now::yield_now;

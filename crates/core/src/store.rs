@@ -293,12 +293,55 @@ pub trait Files: Send + Sync + 'static {
     /// The system's.
     fn is_at(&self, store: &Self::Store, path: &Path) -> impl Future<Output = Result<bool>>;
 
-    /// Gives the file at `to` the owner, group and mode of the file at `from`, as far as this user may. It is for a file that is to take
-    /// the other one's place.
+    /// Gives the file of `store`, which is at `from`, the name `to`, durably, in the place of the file of `over`, which has that name; `None`: nothing has
+    /// it. No other file loses a name: when one of the two names is not that of its file, before or at the moment of the change, nothing is changed.
+    ///
+    /// # Errors
+    /// `NotFound` or `Busy` when a name is not that of its file; `Exists` when nothing should have the name `to`; the system's.
+    fn rename_file(
+        &self,
+        (store, from): (&Self::Store, &Path),
+        (to, over): (&Path, Option<&Self::Store>),
+    ) -> impl Future<Output = Result<()>> {
+        async move {
+            expect(self, store, from).await?;
+            match over {
+                Some(over) => expect(self, over, to).await?,
+                None if self.canonical(to).await.is_ok() => return Err(taken(to)),
+                None => {}
+            }
+            self.rename(from, to).await
+        }
+    }
+
+    /// Gives the file of `store`, which is at `from`, the second name `to`, durably.
+    ///
+    /// # Errors
+    /// `NotFound` or `Busy` when it is not at `from`; else those of [`Files::link`].
+    fn link_file(&self, (store, from): (&Self::Store, &Path), to: &Path) -> impl Future<Output = Result<()>> {
+        async move {
+            expect(self, store, from).await?;
+            self.link(from, to).await
+        }
+    }
+
+    /// Removes the name `path` of the file of `store`, durably.
+    ///
+    /// # Errors
+    /// `NotFound` or `Busy` when it is not that file's name; the system's.
+    fn remove_file(&self, store: &Self::Store, path: &Path) -> impl Future<Output = Result<()>> {
+        async move {
+            expect(self, store, path).await?;
+            self.remove(path).await
+        }
+    }
+
+    /// Gives the file of `to` the owner, group and mode of the file of `from`, as far as this user may. It is for a file that is to take
+    /// the other one's place. Both are open: their names may lead elsewhere.
     ///
     /// # Errors
     /// The system's, but for the right to change an owner.
-    fn copy_access(&self, from: &Path, to: &Path) -> impl Future<Output = Result<()>> {
+    fn copy_access(&self, from: &Self::Store, to: &Self::Store) -> impl Future<Output = Result<()>> {
         let _ = (from, to);
         async { Ok(()) }
     }
@@ -332,6 +375,36 @@ pub trait Files: Send + Sync + 'static {
 
     /// The path with every link and `..` resolved, so that policy can be checked on it.
     fn canonical(&self, path: &Path) -> impl Future<Output = Result<PathBuf>>;
+}
+
+/// Refuses a name that is not that of the file of `store`.
+async fn expect<F: Files + ?Sized>(files: &F, store: &F::Store, path: &Path) -> Result<()> {
+    if files.is_at(store, path).await? {
+        return Ok(());
+    }
+    Err(match files.canonical(path).await {
+        Ok(_) => exchanged(path),
+        Err(_) => lost(path),
+    })
+}
+
+/// The error of a path where another file lies than the one that is open.
+pub fn exchanged(path: &Path) -> Error {
+    Error::new(ErrorKind::Busy, "another file was put in the place of the one that is open")
+        .at_path(path)
+        .hint("nothing was changed: put the right file there again")
+}
+
+/// The error of a file that is open, and not at its path.
+pub fn lost(path: &Path) -> Error {
+    Error::new(ErrorKind::NotFound, "the file is not at its path any more").at_path(path).hint("give it its name back")
+}
+
+/// The error of a name that something has, and nothing should have.
+pub fn taken(path: &Path) -> Error {
+    Error::new(ErrorKind::Exists, "there is a file of this name already")
+        .at_path(path)
+        .hint("remove it or choose another name")
 }
 
 /// What the world around gives: injected, so that a simulation can be repeated.

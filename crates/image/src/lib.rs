@@ -26,7 +26,7 @@ pub use children::is_child_of;
 pub use facts::LayerInfo;
 pub use formats::Format;
 pub use graph::{Broken, Graph, GraphLayer, Known, LayerId, MAX_LAYERS, PlacedRun, Sinking};
-pub use open::{Described, OpenOptions, describe, make_durable, open_layer, reopen_layer};
+pub use open::{Described, OpenOptions, describe, made_layer, make_durable, open_layer, reopen_layer};
 pub use parents::{check_new_child, check_parents};
 pub use range_lock::{RangeGuard, RangeLock};
 pub use room::{HearRoom, Room};

@@ -94,6 +94,34 @@ pub async fn open_layer<F: Files>(
     Ok(GraphLayer::new(image, options.read_only))
 }
 
+/// The image in `store`, which this process has just made there: the file is used by the descriptor that has made it, as its name may lead elsewhere by now.
+///
+/// # Errors
+/// As [`Graph::open`](crate::Graph::open), for this image alone.
+pub async fn made_layer<S: Store>(
+    store: S,
+    env: &Arc<dyn Env>,
+    format: Format,
+    options: &OpenOptions,
+) -> Result<Arc<GraphLayer<S>>> {
+    let OpenOptions { keeps_dirty, .. } = *options;
+    let how = OpenLayer { read_only: false, keeps_dirty, cache_bytes: options.metadata_cache_bytes / 2, ..PARENT };
+    let path = store.path().to_owned();
+    Ok(GraphLayer::new(format.open(store, env, how).await.at_path(&path)?, false))
+}
+
+/// Opens the file at a path that has no links. When the path leads elsewhere now, somebody has exchanged a part of it since it was looked at.
+async fn open_there<F: Files>(files: &F, at: &Locator, mode: OpenMode) -> Result<F::Store> {
+    let store = files.open(at, mode).await?;
+    match at.as_path() {
+        Some(path) if store.path() != path => {
+            let what = format!("a link was put into this path while it was opened, and leads to {}", store.path().display());
+            Err(Error::new(ErrorKind::Denied, what).at_path(path).hint("see who changes the folder"))
+        }
+        _ => Ok(store),
+    }
+}
+
 /// Opens the file of `layer` once more, in another mode: for writing while nobody else has it open, or for reading only once
 /// all that was written is durable. Both layers may be in use until the older one is dropped.
 ///
@@ -150,7 +178,7 @@ pub async fn describe<F: Files>(
     let at = at.into();
     let format = Format::at(&at, format)?;
     let at = canonical(files, &at).await?;
-    let store = files.open(&at, OpenMode::ReadOnly).await?;
+    let store = open_there(files, &at, OpenMode::ReadOnly).await?;
     let image = format.open(store, &env, PARENT).await?;
     let (align, least) = (image.store().info().offset_align_bytes, image.request_align_bytes());
     let align = if image.via() == Via::Direct { align.max(least) } else { least };
@@ -224,7 +252,7 @@ impl<'a, F: Files> Search<'a, F> {
         let mode = if options.read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
         let OpenOptions { read_only, keeps_dirty, .. } = *options;
         let how = OpenLayer { read_only, keeps_dirty, cache_bytes: options.metadata_cache_bytes / 2, ..PARENT };
-        let store = files.open(&at, mode).await?;
+        let store = open_there(files, &at, mode).await?;
         let leaf = store.path().to_owned();
         let needs_durable_parents = !options.read_only;
         let (visited, data_files) = (vec![leaf], Vec::new());
@@ -279,7 +307,7 @@ impl<'a, F: Files> Search<'a, F> {
     }
 
     async fn open_parent(&self, path: &Path, format: Format, parent: &ParentRef) -> Result<Opened<F::Store>> {
-        let store = self.files.open(&path.into(), OpenMode::ReadOnly).await?;
+        let store = open_there(self.files, &path.into(), OpenMode::ReadOnly).await?;
         // Whoever only looks at a chain wants to know all of it at once.
         let how = OpenLayer { lazy: !self.options.read_only, ..PARENT };
         let mut layer = format.open(store, self.env, how).await?;
@@ -305,7 +333,7 @@ impl<'a, F: Files> Search<'a, F> {
         if path == image || self.visited.contains(&path) || self.data_files.contains(&path) {
             return Err(used_twice(&path).at_path(&image));
         }
-        layer.attach_data_file(self.files.open(&Locator::from(&path), mode).await?);
+        layer.attach_data_file(open_there(self.files, &Locator::from(&path), mode).await?);
         Ok(Some(path))
     }
 
@@ -314,7 +342,7 @@ impl<'a, F: Files> Search<'a, F> {
     /// before, too.
     async fn make_durable(&self, path: &Path, format: Format) -> Result<()> {
         let done = async {
-            let store = self.files.open(&path.into(), OpenMode::ReadWrite).await?;
+            let store = open_there(self.files, &path.into(), OpenMode::ReadWrite).await?;
             format.open(store, self.env, OpenLayer { read_only: false, ..PARENT }).await?.seal().await
         };
         done.await.map_err(left_unflushed)

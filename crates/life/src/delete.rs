@@ -185,7 +185,7 @@ pub async fn remove<F: Files>(
     if let Some(data) = data
         && tools.files.is_at(data, data.path()).await?
     {
-        tools.files.remove(data.path()).await?;
+        tools.files.remove_file(data, data.path()).await?;
         gone = Some(data.path().to_owned());
     }
     Ok((remove_file(tools, leaf.path(), image).await?, gone))
@@ -293,7 +293,7 @@ async fn remove_file<F: Files>(tools: &Tools<'_, F>, path: &Path, store: &F::Sto
     }
     // Before its file: another one of this name is no parent that has come here.
     forget_parent(files, path).await?;
-    files.remove(path).await?;
+    files.remove_file(store, path).await?;
     remove_if_there(files, &names::set(path)).await?;
     Gone::remove(files, path).await?;
     Ok(path.to_owned())

@@ -32,8 +32,9 @@ pub async fn recover<F: Files>(files: &F, graph: &Graph<F::Store>) -> Result<Vec
     let mut removed = Vec::new();
     for name in named {
         let path = disk.with_file_name(name);
-        if path != disk && files.is_at(spile_image::layer::Layer::store(leaf.image()), &path).await? {
-            files.remove(&path).await?;
+        let store = spile_image::layer::Layer::store(leaf.image());
+        if path != disk && files.is_at(store, &path).await? {
+            files.remove_file(store, &path).await?;
             remove_if_there(files, &names::set(&path)).await?;
             removed.push(path);
         }

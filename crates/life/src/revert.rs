@@ -12,7 +12,7 @@ use std::sync::Arc;
 use spile_core::{Disk, Env, Error, ErrorKind, Files, Result, Store};
 use spile_image::create::NewImage;
 use spile_image::layer::Layer;
-use spile_image::{Format, Graph, GraphLayer, OpenOptions, open_layer};
+use spile_image::{Format, Graph, GraphLayer, OpenOptions, made_layer};
 use spile_node::{Node, OldEpoch, close_gates};
 
 use crate::names;
@@ -95,8 +95,8 @@ impl<F: Files> Back<'_, F> {
     /// `NotFound` when the disk's file is not at its path; `Busy` while a job on the disk is not finished; the storage's. The disk is as it
     /// was then, unless the hint says that it has gone back: when the storage has failed behind the change of its path.
     pub async fn revert(&self, graph: &Graph<F::Store>) -> Result<()> {
-        self.prepare(graph).await?;
-        self.place(graph).await
+        let (_, new) = self.prepare(graph).await?;
+        self.place(graph, &new).await
     }
 
     /// Makes all that a disk needs which is to go back while it is served, and which goes on meanwhile. `before` is its graph; what it holds is kept by the
@@ -133,11 +133,10 @@ impl<F: Files> Back<'_, F> {
         options: &OpenOptions,
         wrap: impl FnOnce(Graph<F::Store>) -> G,
     ) -> Result<(Arc<GraphLayer<F::Store>>, Arc<G>)> {
-        let format = self.prepare(now).await?;
+        let (format, store) = self.prepare(now).await?;
         let options = OpenOptions { format: Some(format), read_only: false, ..options.clone() };
-        let at = names::new_leaf(now.handles()[0].path());
         let made = async {
-            let leaf = open_layer(self.files, self.env.clone(), at.as_path(), &options).await?;
+            let leaf = made_layer(store, &self.env, format, &options).await?;
             let graph = Arc::new(wrap(self.base.with_leaf(leaf.clone()).await?));
             Ok((leaf, graph))
         };
@@ -196,12 +195,16 @@ impl<F: Files> Back<'_, F> {
             Ok(gates) => gates,
             Err(error) => return Err(Failure::AsItWas(self.given_up(now, error).await)),
         };
-        let Err(error) = self.place(now).await else {
+        let new = ready.leaf.image().store();
+        let Err(error) = self.place(now, new).await else {
             ready.leaf.image().store().set_path(&path);
             let mut old = gates.open();
             return Ok(old.remove(0));
         };
-        if files.is_at(old.image().store(), &path).await.unwrap_or(false) {
+        // Where another file has the path, that was not replaced: nothing has changed.
+        let is_as_it_was = files.is_at(old.image().store(), &path).await.unwrap_or(false)
+            || files.is_at(new, &path).await.is_ok_and(|is_new| !is_new);
+        if is_as_it_was {
             return Err(Failure::AsItWas(error));
         }
         drop(gates);
@@ -212,8 +215,8 @@ impl<F: Files> Back<'_, F> {
         Err(Failure::Closed(error.at_path(&path).hint(hint)))
     }
 
-    /// Makes the new leaf, under [`names::new_leaf`], durably. Returns its format.
-    async fn prepare(&self, graph: &Graph<F::Store>) -> Result<Format> {
+    /// Makes the new leaf, under [`names::new_leaf`], durably. Returns its format and its file.
+    async fn prepare(&self, graph: &Graph<F::Store>) -> Result<(Format, F::Store)> {
         let (files, leaf) = (self.files, graph.handles()[0].clone());
         let (disk, store) = (leaf.path().to_owned(), leaf.image().store());
         refuse_job(files, &disk).await?;
@@ -234,29 +237,28 @@ impl<F: Files> Back<'_, F> {
             return Err(Error::new(ErrorKind::NotFound, "the disk's file is not at its path any more").at_path(&disk));
         }
         recover(files, graph).await?;
-        match self.make(&disk, format).await {
-            Ok(()) => Ok(format),
+        match self.make(store, &disk, format).await {
+            Ok(new) => Ok((format, new)),
             Err(error) => remove_if_there(files, &names::new_leaf(&disk)).await.and(Err(error)),
         }
     }
 
-    async fn make(&self, disk: &Path, format: Format) -> Result<()> {
-        let at = names::new_leaf(disk);
-        let store = self.files.create(&at, 0).await?;
+    async fn make(&self, old: &F::Store, disk: &Path, format: Format) -> Result<F::Store> {
+        let store = self.files.create(&names::new_leaf(disk), 0).await?;
         format.create(&store, &*self.env, self.new).await?;
-        drop(store);
-        self.files.copy_access(disk, &at).await
+        self.files.copy_access(old, &store).await?;
+        Ok(store)
     }
 
     /// The new leaf takes the path of the disk `graph`, durably. When that fails, there is no new leaf.
-    async fn place(&self, graph: &Graph<F::Store>) -> Result<()> {
+    async fn place(&self, graph: &Graph<F::Store>, new: &F::Store) -> Result<()> {
         let (files, leaf) = (self.files, graph.handles()[0].clone());
         let (disk, store) = (leaf.path().to_owned(), leaf.image().store());
         let new_leaf = names::new_leaf(&disk);
-        match files.rename(&new_leaf, &disk).await {
+        match files.rename_file((new, &new_leaf), (&disk, Some(store))).await {
             Ok(()) => Ok(()),
             // The rename was done, and what failed came behind it.
-            Err(error) if !files.is_at(store, &disk).await? => {
+            Err(error) if files.is_at(new, &disk).await? => {
                 let hint =
                     "the disk has gone back, but a power cut may undo that: do it again when the storage is in order";
                 Err(error.at_path(&disk).hint(hint))

@@ -20,7 +20,7 @@ use spile_core::{Disk, Env, Error, ErrorKind, Extent, Files, OpenMode, Result, R
 use spile_image::create::{NewImage, NewParent};
 use spile_image::formats::AnyLayer;
 use spile_image::layer::Layer;
-use spile_image::{Format, Graph, GraphLayer, LayerInfo, OpenOptions, check_new_child, open_layer};
+use spile_image::{Format, Graph, GraphLayer, LayerInfo, OpenOptions, check_new_child, made_layer};
 
 use crate::gone::Gone;
 use crate::names;
@@ -82,7 +82,7 @@ impl<S: Store> Prepared<S> {
 
     /// The graph that the disk is to have.
     pub fn into_parts(self) -> (Made<S>, Graph<S>) {
-        (Made { plan: self.plan, old: self.old }, self.graph)
+        (Made { plan: self.plan, old: self.old, new: self.graph.handles()[0].clone() }, self.graph)
     }
 }
 
@@ -90,6 +90,7 @@ impl<S: Store> Prepared<S> {
 pub struct Made<S: Store> {
     plan: Plan,
     old: Arc<GraphLayer<S>>,
+    new: Arc<GraphLayer<S>>,
 }
 
 impl<S: Store> Made<S> {
@@ -185,17 +186,16 @@ pub async fn prepare<F: Files>(
         .flush()
         .await
         .map_err(|error| error.hint("a snapshot begins with a flush of the disk, which has failed"))?;
-    let prepared = match make_child(files, env, graph, plan).await {
-        Ok(graph) => put_in_place(files, &old, plan, &graph).await.map(|()| graph),
-        Err(error) => Err(error),
+    let (error, made) = match make_child(files, env, graph, plan).await {
+        Ok(graph) => match put_in_place(files, &old, plan, &graph).await {
+            Ok(()) => return Ok(Prepared { plan: plan.clone(), old, graph }),
+            Err(error) => (error, Some(graph)),
+        },
+        Err(error) => (error, None),
     };
-    match prepared {
-        Ok(graph) => Ok(Prepared { plan: plan.clone(), old, graph }),
-        Err(error) => {
-            let is_ours = error.kind() != ErrorKind::Exists;
-            Err(told(error, restore(files, &old, plan, is_ours).await))
-        }
-    }
+    let is_ours = error.kind() != ErrorKind::Exists;
+    let new = made.as_ref().map(|graph| &*graph.handles()[0]);
+    Err(told(error, restore(files, (&old, new), plan, is_ours).await))
 }
 
 /// Refuses the disk `graph` when it lies on a block device: the file of a snapshot would lie beside it.
@@ -274,10 +274,8 @@ async fn make_child<F: Files>(
         NewImage { unit_bytes: (old.image().format() == plan.format).then(|| unit_of(old.image())).flatten(), ..new };
     let store = files.create(&at, 0).await?;
     plan.format.create(&store, &*env, &new).await?;
-    drop(store);
-    files.copy_access(&plan.disk, &at).await?;
-    let options = OpenOptions { format: Some(plan.format), ..OpenOptions::default() };
-    let leaf = open_layer(files, env, at.as_path(), &options).await?;
+    files.copy_access(old.image().store(), &store).await?;
+    let leaf = made_layer(store, &env, plan.format, &OpenOptions::default()).await?;
     graph.with_leaf(leaf).await
 }
 
@@ -312,10 +310,11 @@ async fn put_in_place<F: Files>(
 ) -> Result<()> {
     // A snapshot of this name may have been deleted, and merged by other means than a gc.
     Gone::remove(files, &plan.snapshot).await?;
-    files.link(&plan.disk, &plan.snapshot).await?;
-    files.rename(&names::new_leaf(&plan.disk), &plan.disk).await?;
-    old.image().store().set_path(&plan.snapshot);
-    graph.handles()[0].image().store().set_path(&plan.disk);
+    let (old, new) = (old.image().store(), graph.handles()[0].image().store());
+    files.link_file((old, &plan.disk), &plan.snapshot).await?;
+    files.rename_file((new, &names::new_leaf(&plan.disk)), (&plan.disk, Some(old))).await?;
+    old.set_path(&plan.snapshot);
+    new.set_path(&plan.disk);
     Ok(())
 }
 
@@ -324,17 +323,29 @@ async fn put_in_place<F: Files>(
 /// # Errors
 /// The storage's. What is left then, the next one who opens the disk takes back or goes on with; nothing is lost.
 pub async fn take_back<F: Files>(files: &F, made: &Made<F::Store>) -> Result<()> {
-    restore(files, &made.old, &made.plan, true).await
+    restore(files, (&made.old, Some(&made.new)), &made.plan, true).await
 }
 
 /// Gives the old leaf the disk's path again, and no other. `is_linked`: the snapshot's name, if it is there, is of our making.
-async fn restore<F: Files>(files: &F, old: &GraphLayer<F::Store>, plan: &Plan, is_linked: bool) -> Result<()> {
+/// `new` is the new leaf, if it was made.
+async fn restore<F: Files>(
+    files: &F,
+    (old, new): (&GraphLayer<F::Store>, Option<&GraphLayer<F::Store>>),
+    plan: &Plan,
+    is_linked: bool,
+) -> Result<()> {
     let store = old.image().store();
     if is_linked && files.is_at(store, &plan.snapshot).await? {
         match files.is_at(store, &plan.disk).await? {
-            true => files.remove(&plan.snapshot).await?,
-            // One step: the new leaf, which holds nothing, gives way.
-            false => files.rename(&plan.snapshot, &plan.disk).await?,
+            true => files.remove_file(store, &plan.snapshot).await?,
+            // One step: the new leaf, which holds nothing, gives way, and nothing else does.
+            false => {
+                let over = match new.map(|new| new.image().store()) {
+                    Some(new) if files.is_at(new, &plan.disk).await? => Some(new),
+                    _ => None,
+                };
+                files.rename_file((store, &plan.snapshot), (&plan.disk, over)).await?;
+            }
         }
     }
     store.set_path(&plan.disk);
@@ -345,6 +356,14 @@ pub(crate) async fn remove_if_there<F: Files>(files: &F, path: &Path) -> Result<
     match files.remove(path).await {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         removed => removed,
+    }
+}
+
+/// Removes the name `path` of the file of `store`, if it has that still.
+pub(crate) async fn remove_own<F: Files>(files: &F, store: &F::Store, path: &Path) -> Result<()> {
+    match files.is_at(store, path).await? {
+        true => files.remove_file(store, path).await,
+        false => Ok(()),
     }
 }
 

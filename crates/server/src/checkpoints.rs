@@ -282,7 +282,7 @@ impl Checkpoints {
         let found = look::now(graph, &side).await;
         let changes = Changes::create(around, path, graph.size_bytes(), grain, found);
         let changes = changes.await.map_err(|error| error.at_path(&side))?;
-        if let Err(error) = self.files.copy_access(path, &side).await {
+        if let Err(error) = self.files.copy_access(leaf_store(graph), changes.store()).await {
             let _ = changes.leave().await;
             return Err(error);
         }
@@ -369,7 +369,7 @@ impl Checkpoints {
         let side = names::changes(to);
         let found = look::at(half, &side).await;
         let new = changes.carry(self.around(), disk, (to, found), since).await?;
-        match self.files.copy_access(changes.store().path(), &side).await {
+        match self.files.copy_access(changes.store(), new.store()).await {
             Ok(()) => Ok(new),
             Err(error) => changes.left_behind(disk, new).await.and(Err(error)),
         }
@@ -454,7 +454,7 @@ impl Checkpoints {
         *slot = Some(adopted.clone());
         self.show(slot.as_ref()).await;
         adopted.attach(disk).await?;
-        self.files.copy_access(&path_of(&graph), &side).await
+        self.files.copy_access(leaf_store(&graph), adopted.store()).await
     }
 
     /// Which disk these are of, wherever that goes, if they say it.
@@ -691,6 +691,11 @@ async fn refuse_elsewhere(changes: &Changes<OsFiles>, disk: &Disk) -> Result<()>
 /// The path of the disk that the image at `path` is, or is to be: the file of changed blocks of a half lies beside the name that it gets.
 fn path_to_be(path: &Path) -> PathBuf {
     names::disk_of_half(path).unwrap_or_else(|| path.to_owned())
+}
+
+/// The file of the disk's own image.
+fn leaf_store(graph: &Graph<HostStore>) -> &AnyStore {
+    graph.handles()[0].image().store()
 }
 
 fn path_of(graph: &Graph<HostStore>) -> PathBuf {

@@ -1,24 +1,27 @@
 //! [`FileStore`]: a file or block device, directly and through the page cache.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use rustix::fs::FallocateFlags;
+use rustix::fs::OFlags;
 use spile_core::{
     Error, ErrorKind, OpenMode, PathCell, Result, ResultExt, Segments, Store, StoreExtent, StoreInfo, StoreOffset, Via,
 };
-use spile_engine::{DirectAlign, FileKey, RawFile, direct_align, run_blocking, spawn};
+use spile_engine::{DirectAlign, FileKey, RawFile, run_blocking, spawn};
 use spile_mem::Segment;
 
 use crate::behind::{Behind, Step};
 use crate::cut::{Cut, cut_short};
 use crate::device::{device_len, device_punches};
 use crate::files::CacheMode;
+use crate::folder::{Folder, open_kernels};
 use crate::held::HeldLock;
+use crate::opening::{check_name, file_punches, open_direct};
 use crate::sync_gate::{SyncGate, Turn};
 use crate::times::FileTimes;
 
@@ -117,19 +120,47 @@ impl FileStore {
     }
 
     fn open_inner(path: &Path, mode: OpenMode, cache: CacheMode, locks: bool) -> Result<FileStore> {
-        // The type is checked before the open: to open a pipe would wait for its other end, and to open a watchdog
-        // would start it.
-        check_type(&std::fs::metadata(path).map_err(|source| Error::io("open", source))?)?;
-        let file = open_at(path, mode, 0)?;
+        let place = Folder::find(path)?;
+        let file = place.open_flags(mode, OFlags::empty())?;
         let stat = file.metadata().map_err(|source| Error::io("stat", source))?;
-        check_type(&stat)?;
         let file = RawFile::new(file.into());
         let locked = locks.then_some(mode);
         locked.map_or(Ok(()), |mode| file.lock(mode))?;
         if locked == Some(OpenMode::ReadWrite) {
-            check_name(path, FileId::of(&stat))?;
+            check_name(&place, FileId::of(&stat))?;
         }
-        Self::finish(Arc::new(PathCell::new(path.to_owned())), path, mode, cache, file, &stat, locked)
+        // What was opened has this path, and a link that led to it may lead elsewhere by now.
+        let path = if place.is_elsewhere() { place.path() } else { path.to_owned() };
+        let again = |flags| place.open_flags(mode, flags);
+        Self::finish(PathCell::new(path), again, mode, cache, file, &stat, locked)
+    }
+
+    /// The store of `file`, which was just made under `name` in `folder`: its path is `path`.
+    pub(crate) fn made(
+        file: File,
+        (folder, name): (&Folder, &OsStr),
+        path: &Path,
+        cache: CacheMode,
+        locks: bool,
+    ) -> Result<FileStore> {
+        let mode = OpenMode::ReadWrite;
+        let stat = file.metadata().map_err(|source| Error::io("stat", source))?;
+        let file = RawFile::new(file.into());
+        let locked = locks.then_some(mode);
+        locked.map_or(Ok(()), |mode| file.lock(mode)).at_path(path)?;
+        let again = |flags| folder.open_flags(name, mode, flags);
+        Self::finish(PathCell::new(path.to_owned()), again, mode, cache, file, &stat, locked).at_path(path)
+    }
+
+    /// Gives this file the owner, group and mode of `from`, both by their descriptors.
+    pub(crate) fn copy_access_of(&self, from: &FileStore) -> Result<()> {
+        let done = crate::folder::copy_access(from.inner.cached.as_fd(), self.inner.cached.as_fd());
+        done.map_err(|source| Error::io("copy owner and mode", source)).at_path(self.inner.path.get())
+    }
+
+    /// Gives the file, which is at `from`, a second name.
+    pub(crate) fn link(&self, from: (&Folder, &OsStr), to: (&Folder, &OsStr)) -> Result<()> {
+        to.0.link_from(self.inner.cached.as_fd(), from, to.1)
     }
 
     /// Opens the same file in another mode, as [`Files::reopen`](spile_core::Files::reopen) says. Blocks for as long as the file system takes.
@@ -148,16 +179,17 @@ impl FileStore {
         let inner = &self.inner;
         // By its descriptor, for its path may name another file by now.
         let name = format!("/proc/self/fd/{}", inner.cached.as_fd().as_raw_fd());
-        let file = open_at(Path::new(&name), mode, 0)?;
+        let again = |flags| open_kernels(Path::new(&name), mode, flags);
+        let file = again(OFlags::empty())?;
         let stat = file.metadata().map_err(|source| Error::io("stat", source))?;
         let file = RawFile::new(file.into());
-        let path = Arc::new(PathCell::new(inner.path.get().to_owned()));
+        let path = PathCell::new(inner.path.get().to_owned());
         inner.lock.pass_on(mode, |was| {
             let Some(was) = was else {
-                return Self::finish(path, Path::new(&name), mode, cache, file, &stat, None);
+                return Self::finish(path, again, mode, cache, file, &stat, None);
             };
             file.take_lock_over(mode, &inner.locked_files(), was)?;
-            let finished = Self::finish(path, Path::new(&name), mode, cache, file.clone(), &stat, Some(mode));
+            let finished = Self::finish(path, again, mode, cache, file.clone(), &stat, Some(mode));
             match (finished, mode) {
                 (Ok(mut store), OpenMode::ReadWrite) => {
                     if let Some(new) = Arc::get_mut(&mut store.inner) {
@@ -174,23 +206,23 @@ impl FileStore {
         })
     }
 
-    /// Makes a store of an open file. `name` leads to the file now, and `locked` is the mode in which it is locked.
+    /// Makes a store of an open file. `again` opens the file once more, with more flags; `locked` is the mode in which it is locked.
     fn finish(
-        path: Arc<PathCell>,
-        name: &Path,
+        path: PathCell,
+        again: impl Fn(OFlags) -> Result<File>,
         mode: OpenMode,
         cache: CacheMode,
         file: RawFile,
         stat: &std::fs::Metadata,
         locked: Option<OpenMode>,
     ) -> Result<FileStore> {
-        let id = FileId::of(stat);
+        let (id, path) = (FileId::of(stat), Arc::new(path));
         // Under the lock, and before anything below writes to the file.
         let found = FileTimes::of(stat).now(&file);
         let is_device = matches!(id, FileId::BlockDevice(_));
         let len = if is_device { device_len(&file)? } else { stat.len() };
         let direct = match cache {
-            CacheMode::Direct => open_direct(name, mode, stat),
+            CacheMode::Direct => open_direct(again, stat),
             CacheMode::Page | CacheMode::Once => None,
         };
         let lock = HeldLock::new(locked.map(|mode| (file.clone(), mode)), path.clone());
@@ -613,47 +645,6 @@ fn is_unsupported(errno: i32) -> bool {
     matches!(errno, libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::ENODEV | libc::ENOTTY)
 }
 
-fn check_type(stat: &std::fs::Metadata) -> Result<()> {
-    if stat.is_file() || stat.file_type().is_block_device() {
-        return Ok(());
-    }
-    Err(Error::new(ErrorKind::InvalidInput, "this is neither a file nor a block device"))
-}
-
-/// Refuses a file that has lost its name before it was locked: a snapshot has put another file in its place, which is to be opened instead,
-/// or the file was deleted.
-fn check_name(path: &Path, id: FileId) -> Result<()> {
-    let what = match std::fs::metadata(path) {
-        Ok(stat) if FileId::of(&stat) != id => "another file was put in the place of this one while it was opened",
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => "this file lost its name while it was opened",
-        _ => return Ok(()),
-    };
-    Err(Error::new(ErrorKind::Busy, what).hint("try again"))
-}
-
-fn open_at(path: &Path, mode: OpenMode, flags: i32) -> Result<File> {
-    let mut options = File::options();
-    options.read(true).write(mode == OpenMode::ReadWrite).custom_flags(flags);
-    options.open(path).map_err(|source| Error::io("open", source))
-}
-
-/// Opens the second descriptor, for direct I/O. `None` where there is no direct I/O, or where its alignment cannot be
-/// found out.
-fn open_direct(path: &Path, mode: OpenMode, stat: &std::fs::Metadata) -> Option<(File, DirectAlign)> {
-    let file = open_at(path, mode, libc::O_DIRECT).ok()?;
-    let again = file.metadata().ok()?;
-    // The name may have been given to another file meanwhile.
-    let same = (again.dev(), again.ino()) == (stat.dev(), stat.ino());
-    let align = direct_align(&file).filter(|_| same)?;
-    Some((file, align))
-}
-
-/// Asks the file system by punching past the end of the file, where there is nothing.
-fn file_punches(file: &RawFile, len: u64) -> bool {
-    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    rustix::fs::fallocate(file, flags, len.next_multiple_of(1 << 20), 4096).is_ok()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -754,19 +745,6 @@ mod tests {
         expected[4096..(2 << 20) + 12288].fill(0);
         expected[(3 << 20) - 5..(3 << 20) - 2].fill(0);
         assert!(std::fs::read(&path).unwrap() == expected);
-    }
-
-    #[test]
-    fn a_file_that_has_lost_its_name_is_not_opened() {
-        let dir = tempfile::tempdir().unwrap();
-        let [path, old] = ["a", "b"].map(|name| dir.path().join(name));
-        std::fs::write(&path, "old").unwrap();
-        let id = FileId::of(&std::fs::metadata(&path).unwrap());
-        check_name(&path, id).unwrap();
-        std::fs::rename(&path, &old).unwrap();
-        assert_eq!(check_name(&path, id).unwrap_err().kind(), ErrorKind::Busy);
-        std::fs::write(&path, "new").unwrap();
-        assert_eq!(check_name(&path, id).unwrap_err().kind(), ErrorKind::Busy);
     }
 
     #[test]

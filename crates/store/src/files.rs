@@ -1,14 +1,13 @@
 //! [`OsFiles`]: opens stores by their locators, and makes files on this host. [`AnyStore`]: any of the stores of this crate.
 
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Store};
 use spile_engine::{FileKey, run_blocking};
 
 use crate::file::{FileId, FileStore};
+use crate::folder::Folder;
 use crate::memory::{MemStore, NullStore};
 use crate::nbd::NbdStore;
 use crate::openers::once_free;
@@ -113,7 +112,7 @@ pub struct OsFiles {
     cache: CacheMode,
     locks: bool,
     /// Makes what was done to the names in a folder durable. Tests let it fail.
-    sync_folder: fn(&Path) -> io::Result<()>,
+    sync_folder: fn(&Folder) -> io::Result<()>,
 }
 
 impl Default for OsFiles {
@@ -125,7 +124,7 @@ impl Default for OsFiles {
 impl OsFiles {
     /// Opens stores with this cache mode.
     pub fn new(cache: CacheMode) -> Self {
-        Self { cache, locks: true, sync_folder }
+        Self { cache, locks: true, sync_folder: Folder::sync }
     }
 
     /// The same, but files are opened without locks where `no_lock` is true: nothing keeps other writers out.
@@ -143,21 +142,23 @@ impl OsFiles {
     /// # Errors
     /// As [`Files::create`].
     pub fn create(&self, path: &Path, len_bytes: u64) -> Result<AnyStore> {
-        let failed = |what: &'static str| move |source| Error::io(what, source).at_path(path);
-        let file = File::options().read(true).write(true).create_new(true).open(path);
-        let file = file.map_err(failed("create")).map_err(|error| match error.kind() {
+        let (folder, name) = Folder::of(path)?;
+        let file = folder.create(&name).map_err(|error| match error.kind() {
             ErrorKind::Exists => error.hint("remove it or choose another name"),
             _ => error,
         })?;
+        let failed = |what: &'static str| move |source| Error::io(what, source).at_path(path);
+        let id = FileId::of(&file.metadata().map_err(failed("stat"))?);
+        // By the descriptor that has made it: its name may lead elsewhere by now.
         let store = file
             .set_len(len_bytes)
             .map_err(failed("set the length"))
-            .and_then(|()| self.open_file(path, OpenMode::ReadWrite));
-        let store = store.and_then(|store| self.sync_name(path).map(|()| store));
+            .and_then(|()| FileStore::made(file, (&folder, &name), path, self.cache, self.locks));
+        let store = store.and_then(|store| self.sync_in(&folder).map(|()| store));
         if store.is_err() {
-            let _ = std::fs::remove_file(path);
+            let _ = folder.remove(&name, id);
         }
-        store
+        store.map(AnyStore::File)
     }
 
     /// Makes durable what was done to the name `path`: that it is there, or that it is gone. Blocks for as long as the
@@ -167,22 +168,24 @@ impl OsFiles {
     /// # Errors
     /// Errors of the system.
     pub fn sync_name(&self, path: &Path) -> Result<()> {
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        self.sync_in(&Folder::of(path)?.0)
+    }
+
+    /// Makes the names in `folder` durable.
+    fn sync_in(&self, folder: &Folder) -> Result<()> {
         match (self.sync_folder)(folder) {
             Err(error) if !matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => {
                 let error = Error::io("a change of names in the folder cannot be made durable", error);
-                Err(error.at_path(folder).hint("check the storage below"))
+                Err(error.at_path(folder.path()).hint("check the storage below"))
             }
             _ => Ok(()),
         }
     }
-}
 
-/// Syncs a folder. One that may be written and not read cannot be opened for that.
-fn sync_folder(folder: &Path) -> io::Result<()> {
-    match File::open(folder) {
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Err(io::ErrorKind::Unsupported.into()),
-        opened => opened?.sync_all(),
+    /// Makes both names of a rename durable. The new name first: between the two, the file has both names and not none.
+    fn sync_both(&self, from: &Folder, to: &Folder) -> Result<()> {
+        self.sync_in(to)?;
+        if from.path() == to.path() { Ok(()) } else { self.sync_in(from) }
     }
 }
 
@@ -217,10 +220,24 @@ impl Files for OsFiles {
     async fn rename(&self, from: &Path, to: &Path) -> Result<()> {
         let (files, to) = (*self, to.to_owned());
         let rename = move |from: &Path| {
-            std::fs::rename(from, &to).map_err(|source| Error::io("rename", source)).at_path(from)?;
-            // The new name first: between the two, the file has both names and not none.
-            files.sync_name(&to)?;
-            if from.parent() == to.parent() { Ok(()) } else { files.sync_name(from) }
+            let ((here, name), (there, new)) = (Folder::of(from)?, Folder::of(&to)?);
+            here.rename_over(&name, &there, &new)?;
+            files.sync_both(&here, &there)
+        };
+        blocking(from, rename).await
+    }
+
+    async fn rename_file(
+        &self,
+        (store, from): (&AnyStore, &Path),
+        (to, over): (&Path, Option<&AnyStore>),
+    ) -> Result<()> {
+        let (files, to, id) = (*self, to.to_owned(), id_of(store)?);
+        let over = over.map(id_of).transpose()?;
+        let rename = move |from: &Path| {
+            let ((here, name), (there, new)) = (Folder::of(from)?, Folder::of(&to)?);
+            here.rename((&name, id), &there, (&new, over)).map_err(|error| refused(error, from, &to))?;
+            files.sync_both(&here, &there)
         };
         blocking(from, rename).await
     }
@@ -228,34 +245,45 @@ impl Files for OsFiles {
     async fn link(&self, from: &Path, to: &Path) -> Result<()> {
         let (files, to) = (*self, to.to_owned());
         let link = move |from: &Path| {
-            std::fs::hard_link(from, &to).map_err(|source| cannot_link(source, from, &to))?;
-            files.sync_name(&to)
+            let ((here, name), (there, new)) = (Folder::of(from)?, Folder::of(&to)?);
+            there.link_name((&here, &name), &new)?;
+            files.sync_in(&there)
+        };
+        blocking(from, link).await
+    }
+
+    async fn link_file(&self, (store, from): (&AnyStore, &Path), to: &Path) -> Result<()> {
+        let AnyStore::File(store) = store.clone() else { return Err(no_file(store)) };
+        let (files, to) = (*self, to.to_owned());
+        let link = move |from: &Path| {
+            let ((here, name), (there, new)) = (Folder::of(from)?, Folder::of(&to)?);
+            store.link((&here, &name), (&there, &new)).map_err(|error| refused(error, from, &to))?;
+            files.sync_in(&there)
         };
         blocking(from, link).await
     }
 
     async fn is_at(&self, store: &AnyStore, path: &Path) -> Result<bool> {
         let Some(id) = store.file_id() else { return Ok(false) };
-        let look = move |path: &Path| match std::fs::metadata(path) {
-            Ok(stat) => Ok(FileId::of(&stat) == id),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-            Err(source) => Err(Error::io("cannot be found", source)).at_path(path),
+        let look = move |path: &Path| match Folder::of(path) {
+            Ok((folder, name)) => match folder.id(&name) {
+                Ok(found) => Ok(found == Some(id)),
+                Err(source) => Err(Error::io("cannot be found", source)).at_path(path),
+            },
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(error),
         };
         blocking(path, look).await
     }
 
-    async fn copy_access(&self, from: &Path, to: &Path) -> Result<()> {
-        let to = to.to_owned();
-        let copy = move |from: &Path| {
-            let stat = std::fs::metadata(from)?;
-            match std::os::unix::fs::chown(&to, Some(stat.uid()), Some(stat.gid())) {
-                Err(error) if error.kind() != io::ErrorKind::PermissionDenied => return Err(error),
-                _ => {}
+    async fn copy_access(&self, from: &AnyStore, to: &AnyStore) -> Result<()> {
+        match (from.clone(), to.clone()) {
+            (AnyStore::File(from), AnyStore::File(to)) => {
+                let path = to.path().to_owned();
+                blocking(&path, move |_| to.copy_access_of(&from)).await
             }
-            std::fs::set_permissions(&to, stat.permissions())
-        };
-        let copied = move |from: &Path| copy(from).map_err(|e| Error::io("copy owner and mode", e)).at_path(from);
-        blocking(from, copied).await
+            _ => Err(no_file(to)),
+        }
     }
 
     async fn reopen(&self, store: &AnyStore, mode: OpenMode) -> Result<AnyStore> {
@@ -274,8 +302,19 @@ impl Files for OsFiles {
     async fn remove(&self, path: &Path) -> Result<()> {
         let files = *self;
         let remove = move |path: &Path| {
-            std::fs::remove_file(path).map_err(|source| Error::io("remove", source)).at_path(path)?;
-            files.sync_name(path)
+            let (folder, name) = Folder::of(path)?;
+            folder.unlink(&name)?;
+            files.sync_in(&folder)
+        };
+        blocking(path, remove).await
+    }
+
+    async fn remove_file(&self, store: &AnyStore, path: &Path) -> Result<()> {
+        let (files, id) = (*self, id_of(store)?);
+        let remove = move |path: &Path| {
+            let (folder, name) = Folder::of(path)?;
+            folder.remove(&name, id)?;
+            files.sync_in(&folder)
         };
         blocking(path, remove).await
     }
@@ -285,29 +324,36 @@ impl Files for OsFiles {
         blocking(path, move |path| files.sync_name(path)).await
     }
 
-    /// A file that has no name yet has no other path than the one through its descriptor.
     async fn canonical(&self, path: &Path) -> Result<PathBuf> {
-        let find = |path: &Path| match path.canonicalize() {
-            Err(_) if path.starts_with("/proc/self/fd") && path.exists() => Ok(path.to_owned()),
-            found => found.map_err(|source| Error::io("cannot be found", source)).at_path(path),
+        let find = |path: &Path| match path.file_name() {
+            Some(_) => match Folder::find(path) {
+                // A link leads to a folder and up again.
+                Err(error) if error.os_errno() == Some(libc::EISDIR) => Ok(Folder::open(path)?.path().to_owned()),
+                found => found?.existing_path(),
+            },
+            None => Ok(Folder::open(path)?.path().to_owned()),
         };
         blocking(path, find).await
     }
 }
 
-/// The error of a second name that could not be given.
-fn cannot_link(source: io::Error, from: &Path, to: &Path) -> Error {
-    let what = format!("{} cannot get the second name {}", from.display(), to.display());
-    match source.raw_os_error() {
-        Some(libc::EEXIST) => Error::new(ErrorKind::Exists, "there is a file of this name already")
-            .at_path(to)
-            .hint("choose another name, or remove that file"),
-        Some(libc::EPERM | libc::EOPNOTSUPP | libc::ENOSYS | libc::EXDEV) => {
-            let error = Error::new(ErrorKind::Unsupported, what).caused_by(source);
-            error.hint("its file system must have hard links, and allow this user to make them")
-        }
-        _ => Error::io(&what, source),
+/// The identity of the file of `store`.
+fn id_of(store: &AnyStore) -> Result<FileId> {
+    store.file_id().ok_or_else(|| no_file(store))
+}
+
+fn no_file(store: &AnyStore) -> Error {
+    Error::new(ErrorKind::Unsupported, "this is no file of this host").at_path(store.path())
+}
+
+/// The error of a file at `from` that was to get the name `to`: one of the two names is not what was expected.
+fn refused(error: Error, from: &Path, to: &Path) -> Error {
+    if error.os_errno().is_some() || !matches!(error.kind(), ErrorKind::Busy | ErrorKind::NotFound) {
+        return error;
     }
+    let what = format!("{} cannot get the name {}: {}", from.display(), to.display(), error.message());
+    let named = Error::new(error.kind(), what).at_path(error.path().unwrap_or(from));
+    error.hint_text().map_or_else(|| named.duplicate(), |hint| named.duplicate().hint(hint))
 }
 
 /// Calls `call` with the path, on a helper thread: a worker must not wait for a file system.
@@ -349,8 +395,8 @@ mod tests {
         }
     }
 
-    const WITHOUT_DISK: fn(&Path) -> io::Result<()> = |_| Err(io::Error::from_raw_os_error(libc::EIO));
-    const WITHOUT_SYNC: fn(&Path) -> io::Result<()> = |_| Err(io::Error::from_raw_os_error(libc::EINVAL));
+    const WITHOUT_DISK: fn(&Folder) -> io::Result<()> = |_| Err(io::Error::from_raw_os_error(libc::EIO));
+    const WITHOUT_SYNC: fn(&Folder) -> io::Result<()> = |_| Err(io::Error::from_raw_os_error(libc::EINVAL));
 
     #[test]
     fn a_name_that_cannot_be_made_durable_is_an_error() {
@@ -389,7 +435,7 @@ mod tests {
             let mut rights = capabilities(None).unwrap();
             rights.effective.remove(CapabilitySet::DAC_OVERRIDE | CapabilitySet::DAC_READ_SEARCH);
             set_capabilities(None, rights).unwrap();
-            let refused = File::open(dir.path()).unwrap_err();
+            let refused = std::fs::File::open(dir.path()).unwrap_err();
             assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied, "the test shows nothing");
             let files = OsFiles::default();
             let [a, b] = ["a", "b"].map(|name| dir.path().join(name));
@@ -407,7 +453,7 @@ mod tests {
         static SYNCED: std::sync::Mutex<Vec<PathBuf>> = std::sync::Mutex::new(Vec::new());
         let files = OsFiles {
             sync_folder: |folder| {
-                SYNCED.lock().unwrap().push(folder.to_owned());
+                SYNCED.lock().unwrap().push(folder.path().to_owned());
                 Ok(())
             },
             ..OsFiles::default()

@@ -18,6 +18,7 @@ mod memory;
 mod metered;
 mod nbd;
 pub mod openers;
+mod opening;
 pub mod own;
 pub mod own_folder;
 mod sync_gate;

@@ -165,8 +165,24 @@ impl<F: Files> Files for MeteredFiles<F> {
         self.0.is_at(&store.inner, path).await
     }
 
-    async fn copy_access(&self, from: &Path, to: &Path) -> Result<()> {
-        self.0.copy_access(from, to).await
+    async fn rename_file(
+        &self,
+        (store, from): (&Self::Store, &Path),
+        (to, over): (&Path, Option<&Self::Store>),
+    ) -> Result<()> {
+        self.0.rename_file((&store.inner, from), (to, over.map(|over| &over.inner))).await
+    }
+
+    async fn link_file(&self, (store, from): (&Self::Store, &Path), to: &Path) -> Result<()> {
+        self.0.link_file((&store.inner, from), to).await
+    }
+
+    async fn remove_file(&self, store: &Self::Store, path: &Path) -> Result<()> {
+        self.0.remove_file(&store.inner, path).await
+    }
+
+    async fn copy_access(&self, from: &Self::Store, to: &Self::Store) -> Result<()> {
+        self.0.copy_access(&from.inner, &to.inner).await
     }
 
     async fn reopen(&self, store: &Self::Store, mode: OpenMode) -> Result<Self::Store> {

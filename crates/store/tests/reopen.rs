@@ -164,7 +164,8 @@ fn a_second_name_is_the_same_file(engine: &Engine) {
         let error = files.link(&a, &c).await.unwrap_err();
         assert_eq!((error.kind(), error.path()), (ErrorKind::Exists, Some(c.as_path())));
         std::fs::set_permissions(&a, std::os::unix::fs::PermissionsExt::from_mode(0o640)).unwrap();
-        files.copy_access(&a, &c).await.unwrap();
+        let other = open(&files, &c, OpenMode::ReadOnly).await;
+        files.copy_access(&store, &other).await.unwrap();
         assert_eq!(
             std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&c).unwrap().permissions()) & 0o777,
             0o640

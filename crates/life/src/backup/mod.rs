@@ -127,7 +127,8 @@ pub async fn fleece<F: Files>(files: &F, disk: &Path, folder: Option<&Path>, len
             created => break created?,
         }
     };
-    remove(files, &path).await?;
+    // Where somebody has taken the name since, it is not this file's.
+    crate::snapshot::remove_own(files, &store, &path).await?;
     Ok(store)
 }
 

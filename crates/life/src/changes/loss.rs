@@ -26,7 +26,7 @@ type Act = Box<dyn Fn() -> Pin<Box<dyn Future<Output = Result<()>>>> + Send + Sy
 /// Removes the file of `store`, which was at `path`. What is there may be that of another disk by now, or of this one, which has come back.
 pub(super) async fn remove_own<F: Files>(files: &F, store: &F::Store, path: &Path) -> Result<()> {
     match files.is_at(store, path).await? {
-        true => files.remove(path).await,
+        true => files.remove_file(store, path).await,
         false => Ok(()),
     }
 }

@@ -102,6 +102,21 @@ fn plan_of<S: Store>(graph: &Graph<S>, number: usize) -> Result<Merged> {
     Ok(Merged { identity, path, parent, keeps_name: false })
 }
 
+/// Refuses a merge of the layer `number` when its file, or that of its parent, is not at its path: another file would lose the name.
+pub(super) async fn check_names<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, number: usize) -> Result<()> {
+    let (layer, parent) = (&graph.handles()[number], &graph.handles()[number + 1]);
+    for one in [layer, parent] {
+        if work.files.is_at(one.image().store(), one.path()).await? {
+            continue;
+        }
+        let (from, to) = (layer.path().display(), parent.path().display());
+        let what = format!("{from} is not merged into {to}: the file that is open is not at this path any more");
+        let error = Error::new(ErrorKind::Busy, what).at_path(one.path());
+        return Err(error.hint("give it its name back; another file of this name was left as it is"));
+    }
+    Ok(())
+}
+
 /// Refuses what cannot be merged.
 pub(super) async fn check<F: Files>(
     work: &Work<'_, F>,

@@ -67,7 +67,8 @@ async fn grow<F: Files>(graph: &GraphOf<F>, parent: &LayerOf<F>) -> Result<()> {
 async fn take_place<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>, parent: &LayerOf<F>) -> Result<()> {
     let (disk, old_path) = (graph.handles()[0].path().to_owned(), parent.path().to_owned());
     work.note_new_name(graph, parent, &disk).await?;
-    work.files.rename(&old_path, &disk).await?;
+    let (leaf, new) = (graph.handles()[0].image().store(), parent.image().store());
+    work.files.rename_file((new, &old_path), (&disk, Some(leaf))).await?;
     parent.image().store().set_path(&disk);
     Ok(())
 }

@@ -25,7 +25,7 @@ pub(super) async fn finish<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Resul
     }
     let Some(parent) = graph.handles().iter().find(|layer| layer.path() == plan.parent) else { return Ok(()) };
     match pass_children_on(work, plan, parent).await? {
-        Some(_alone) => work.files.remove(&plan.path).await,
+        Some(alone) => work.files.remove_file(alone.image().store(), &plan.path).await,
         None => Ok(()),
     }
 }

@@ -75,7 +75,7 @@ impl<F: Files> Opened<F> {
     /// Has the children of the layer, which has nothing any more, name its parent, and removes it.
     async fn take_out(&self, work: &Work<'_, F>, checked: &Checked, plan: &Merged) -> Result<()> {
         if work.broken == Broken::NameBeforeChildren && plan.keeps_name {
-            return named::take(work, plan, &work.sealed(&self.lower).await?).await;
+            return named::take(work, plan, &work.sealed(&self.lower).await?, Some(&self.upper)).await;
         }
         if work.broken == Broken::RemoveBeforeNames {
             work.files.remove(self.upper.path()).await?;
@@ -102,7 +102,7 @@ impl<F: Files> Opened<F> {
         if plan.keeps_name || work.broken == Broken::RemoveBeforeNames {
             return Ok(());
         }
-        work.files.remove(self.upper.path()).await
+        work.files.remove_file(self.upper.image().store(), self.upper.path()).await
     }
 
     /// Has the disk go on with its layers as they are, closed for writing.

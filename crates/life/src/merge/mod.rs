@@ -100,6 +100,7 @@ async fn begin<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Result<()> {
         // The merge is refused below, and its note would keep the other one waiting for ever.
         Plan::Coalesce(plan.clone()).remove_own(work.files, disk).await?;
     }
+    check::check_names(work, &graph, number).await?;
     let checked = check::check(work, &graph, number, plan.keeps_name).await?;
     let note = Note::new(Plan::Coalesce(plan.clone()), work.job.wishes(), None);
     note.write(work.files, disk).await?;

@@ -21,7 +21,7 @@ use super::middle::{name_parent, rename_parent};
 use crate::gone::Gone;
 use crate::jobs::Merged;
 use crate::names;
-use crate::snapshot::remove_if_there;
+use crate::snapshot::{remove_if_there, remove_own};
 use crate::work::{GraphOf, LayerOf, Work};
 
 /// Goes on where a process before has left it, or another disk with the same layers has done it: the disk has no more the layer that `plan` merges.
@@ -29,25 +29,30 @@ pub(super) async fn finish<F: Files>(work: &Work<'_, F>, plan: &Merged) -> Resul
     let graph = work.node.graph().await;
     let at = |path| graph.handles().iter().skip(1).find(move |layer| layer.path() == path);
     if let Some(parent) = at(&*plan.path) {
-        return take(work, plan, parent).await;
+        return take(work, plan, parent, None).await;
     }
     let Some(parent) = at(&*plan.parent) else { return Ok(()) };
     if work.files.is_at(parent.image().store(), &plan.path).await? {
-        return take(work, plan, parent).await;
+        return take(work, plan, parent, None).await;
     }
     match pass_children_on(work, plan, parent).await? {
         // Nobody makes a child of the layer any more while it is open here.
-        Some(_alone) => take(work, plan, parent).await,
+        Some(alone) => take(work, plan, parent, Some(&alone)).await,
         None => Ok(()),
     }
 }
 
 /// Has `parent`, which is sealed, take the name of the layer that `plan` merges, from wherever that was left. No image names the layer, and nobody else has
-/// it open.
-pub(super) async fn take<F: Files>(work: &Work<'_, F>, plan: &Merged, parent: &LayerOf<F>) -> Result<()> {
+/// it open. `layer` is the one that has the name still.
+pub(super) async fn take<F: Files>(
+    work: &Work<'_, F>,
+    plan: &Merged,
+    parent: &LayerOf<F>,
+    layer: Option<&LayerOf<F>>,
+) -> Result<()> {
     let (files, store) = (work.files, parent.image().store());
     if !files.is_at(store, &plan.path).await? {
-        give_name(work, plan, parent).await?;
+        give_name(work, plan, parent, layer).await?;
     }
     remove_if_there(files, &names::taking(&plan.path)).await?;
     if !files.is_at(store, &plan.parent).await? {
@@ -71,24 +76,31 @@ pub(super) async fn take<F: Files>(work: &Work<'_, F>, plan: &Merged, parent: &L
         rename_parent(work, other, parent).await?;
     }
     settle_children(work, &neighbours, &plan.path, parent).await?;
-    remove_if_there(files, &plan.parent).await?;
+    remove_own(files, store, &plan.parent).await?;
     Gone::remove(files, &plan.parent).await
 }
 
 /// Step 1.
-async fn give_name<F: Files>(work: &Work<'_, F>, plan: &Merged, parent: &LayerOf<F>) -> Result<()> {
-    let (files, taking) = (work.files, names::taking(&plan.path));
-    if !files.is_at(parent.image().store(), &plan.parent).await? {
+async fn give_name<F: Files>(
+    work: &Work<'_, F>,
+    plan: &Merged,
+    parent: &LayerOf<F>,
+    layer: Option<&LayerOf<F>>,
+) -> Result<()> {
+    let (files, store, taking) = (work.files, parent.image().store(), names::taking(&plan.path));
+    let mut over = layer.map(|layer| layer.image().store());
+    if !files.is_at(store, &plan.parent).await? {
         let error = Error::new(ErrorKind::NotFound, "the image is not at its path any more").at_path(&plan.parent);
         return Err(error.hint("give it its name back: its child is merged into it"));
     }
     work.note_new_name(&*work.node.graph().await, parent, &plan.path).await?;
     remove_if_there(files, &taking).await?;
-    files.link(&plan.parent, &taking).await?;
+    files.link_file((store, &plan.parent), &taking).await?;
     if work.broken == Broken::NoNameBetween {
         files.remove(&plan.path).await?;
+        over = None;
     }
-    files.rename(&taking, &plan.path).await
+    files.rename_file((store, &taking), (&plan.path, over)).await
 }
 
 /// Step 2 for the disk's own layer of this number.

@@ -273,7 +273,7 @@ pub(super) async fn take_old_image<F: Files>(
     let is_as_left = is_as_left || work.broken == Broken::OldImageAsIs;
     let (Some(name), true) = (name_of_half(&store), is_known && is_as_left) else { return Ok(None) };
     remove_half(work.files, &half).await?;
-    work.files.rename(&image, &half).await?;
+    work.files.rename_file((&store, &image), (&half, None)).await?;
     drop(store);
     // In this order: a note that says so finds a half and marks that are these.
     marks.rename(BACK, MARK).await?;

@@ -226,7 +226,8 @@ async fn prepare_names<F: Files>(copier: &Copier<'_, '_, F>) -> Result<()> {
             remove_if_there(files, &names::moved(to)).await?;
         }
         // In this order: whoever finds the disk with both names knows that the note is of this hand-over, and removes it.
-        match files.link(disk, &moved.image).await {
+        let old = copier.source.handles()[0].image().store();
+        match files.link_file((old, disk), &moved.image).await {
             // Without second names it is renamed at the hand-over.
             Err(error) if error.kind() == ErrorKind::Unsupported => refuse_taken(files, &moved.image).await?,
             linked => linked?,
@@ -380,18 +381,18 @@ async fn is_at<F: Files>(files: &F, store: &F::Store, path: &Path) -> bool {
 /// Takes the old image its name `disk`. It is at `image` then, where it has a second name already if it can have one.
 async fn lose_name<F: Files>(files: &F, old: &F::Store, disk: &Path, image: &Path) -> Result<()> {
     match files.is_at(old, image).await? {
-        true => files.remove(disk).await,
-        false => rename_to_free(files, disk, image).await,
+        true => files.remove_file(old, disk).await,
+        false => rename_to_free(files, (old, disk), image).await,
     }
 }
 
 /// Gives the new image, which is `new`, its name, which no other file has. An export has its name already.
 async fn give_name<F: Files>(files: &F, place: &Place, new: &F::Store) -> Result<()> {
     let (Locator::Path(to), Some(half)) = (&place.moved.to, &place.moved.half) else { return Ok(()) };
-    match files.link(half, to).await {
+    match files.link_file((new, half), to).await {
         Err(error) if error.kind() == ErrorKind::Unsupported => {
             refuse_taken(files, to).await?;
-            files.rename(half, to).await
+            files.rename_file((new, half), (to, None)).await
         }
         linked => linked,
     }
@@ -424,7 +425,7 @@ async fn give_up<F: Files>(
     match back {
         Ok(()) => {
             // What has failed may have happened.
-            let is_left = is_at(files, new, to).await && files.remove(to).await.is_err() && is_at(files, new, to).await;
+            let is_left = is_at(files, new, to).await && files.remove_file(new, to).await.is_err() && is_at(files, new, to).await;
             let hint = || format!("the disk stays; {} could not be removed: do that", to.display());
             Err(Failure::Disk(if is_left { error.hint(hint()) } else { error }))
         }
@@ -438,7 +439,7 @@ async fn give_up<F: Files>(
         }
         Err(left) => {
             if is_at(files, new, to).await {
-                let _ = files.remove(to).await;
+                let _ = files.remove_file(new, to).await;
             }
             Err(Box::pin(names_lost(copier, error, &left)).await)
         }
@@ -460,9 +461,9 @@ async fn name_back<F: Files>(files: &F, old: &F::Store, place: &Place) -> Result
         return Ok(());
     }
     let image = &place.moved.image;
-    match files.link(image, disk).await {
+    match files.link_file((old, image), disk).await {
         Err(error) if error.kind() == ErrorKind::Unsupported && is_free(files, disk).await => {
-            files.rename(image, disk).await
+            files.rename_file((old, image), (disk, None)).await
         }
         linked => linked,
     }

@@ -188,7 +188,7 @@ async fn has_named_copy<F: Files>(work: &Work<'_, F>, plan: &Move) -> Result<boo
     }
     let hidden = names::moving(to);
     if work.files.is_at(&copy, &hidden).await? {
-        work.files.remove(&hidden).await?;
+        work.files.remove_file(&copy, &hidden).await?;
     }
     if let Some(marks) = work.marks {
         // What stays noted costs a little at each write, and nothing else.
@@ -451,7 +451,7 @@ async fn tidy<F: Files>(
     let image = &place.moved.image;
     let is_to_go = left.deletes_source && place.disk.is_some();
     let deleted = match is_to_go && files.is_at(source.handles()[0].image().store(), image).await? {
-        true => files.remove(image).await,
+        true => files.remove_file(source.handles()[0].image().store(), image).await,
         false => Ok(()),
     };
     let way_back = match (&place.disk, &left.plan.to) {
@@ -490,7 +490,7 @@ pub(crate) async fn remove_second_name<F: Files>(files: &F, graph: &GraphOf<F>) 
     let leaf = &graph.handles()[0];
     let moving = names::moving(leaf.path());
     if files.is_at(leaf.image().store(), &moving).await? {
-        files.remove(&moving).await?;
+        files.remove_file(leaf.image().store(), &moving).await?;
     }
     remove_name_of_old_image(files, leaf.image().store(), leaf.path()).await
 }
@@ -501,7 +501,7 @@ async fn remove_name_of_old_image<F: Files>(files: &F, store: &F::Store, disk: &
     let image = old_image(disk);
     if files.is_at(store, &image).await? && files.is_at(store, disk).await? {
         remove_if_there(files, &names::moved(disk)).await?;
-        files.remove(&image).await?;
+        files.remove_file(store, &image).await?;
     }
     Ok(())
 }

@@ -9,7 +9,7 @@ use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, S
 use super::order;
 use crate::jobs::note::{Note, text_of, text_of_place};
 use crate::names;
-use crate::snapshot::remove_if_there;
+use crate::snapshot::{remove_if_there, remove_own};
 
 /// What the note says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -174,10 +174,10 @@ pub async fn take_back<F: Files>(files: &F, disk: &Path, may_change: bool) -> Re
     {
         return Err(moved.told(disk));
     }
-    rename_to_free(files, &moved.image, disk).await?;
+    rename_to_free(files, (&old, &moved.image), disk).await?;
     // The job goes on with a half of which it has noted something.
     if Note::look(files, disk).await?.is_none_or(|note| note.copied.is_none()) {
-        remove_if_there(files, half).await?;
+        remove_own(files, &new, half).await?;
     }
     remove_if_there(files, &names::moved(disk)).await?;
     drop((old, new));
@@ -210,18 +210,18 @@ pub(super) async fn is_free<F: Files>(files: &F, path: &Path) -> bool {
     files.canonical(path).await.is_err_and(|error| error.kind() == ErrorKind::NotFound)
 }
 
-/// Gives the file at `from` the name `to`, durably, and takes its old one. No other file loses a name.
+/// Gives the file of `store`, at `from`, the name `to`, durably, and takes its old one. No other file loses a name.
 ///
 /// # Errors
 /// `Exists` when there is something at `to`; the system's. The file has one of its names then, or both.
-pub(super) async fn rename_to_free<F: Files>(files: &F, from: &Path, to: &Path) -> Result<()> {
-    match files.link(from, to).await {
+pub(super) async fn rename_to_free<F: Files>(files: &F, (store, from): (&F::Store, &Path), to: &Path) -> Result<()> {
+    match files.link_file((store, from), to).await {
         Err(error) if error.kind() == ErrorKind::Unsupported => {
             refuse_taken(files, to).await?;
-            files.rename(from, to).await
+            files.rename_file((store, from), (to, None)).await
         }
         Err(error) => Err(error),
-        Ok(()) => files.remove(from).await,
+        Ok(()) => files.remove_file(store, from).await,
     }
 }
 

@@ -19,7 +19,7 @@ use spile_core::{
     Via,
 };
 use spile_image::layer::Layer as _;
-use spile_image::{Format, Graph, OpenOptions, open_layer, reopen_layer};
+use spile_image::{Format, Graph, OpenOptions, made_layer, reopen_layer};
 use spile_node::Aligned;
 
 use super::note::{is_free, rename_to_free};
@@ -213,7 +213,7 @@ impl Parents {
         if let Ok(store) = files.open(&Locator::from(&self.hidden), OpenMode::ReadOnly).await {
             for name in &self.names {
                 if files.is_at(&store, name).await? {
-                    return files.remove(&self.hidden).await;
+                    return files.remove_file(&store, &self.hidden).await;
                 }
             }
         }
@@ -268,9 +268,8 @@ impl<F: Files> Copier<'_, '_, F> {
         to.set_copy(true);
         Box::pin(self.copy_file(from, &to)).await?;
         to.sync().await?;
-        drop(to);
-        let options = OpenOptions { format: Some(parent.image().format()), ..OpenOptions::default() };
-        let copy = open_layer(files, env.clone(), hidden.as_path(), &options).await?;
+        to.set_copy(false);
+        let copy = made_layer(to, env, parent.image().format(), &OpenOptions::default()).await?;
         if let Some(below) = below {
             let named = new_child(&below.info(), copy.image().size_bytes(), &self.parents.names[number + 1])?.parent;
             copy.image().set_parent(named.as_ref()).await?;
@@ -279,7 +278,7 @@ impl<F: Files> Copier<'_, '_, F> {
         copy.image().store().sync().await?;
         let sealed = reopen_layer(files, env, &copy, OpenMode::ReadOnly).await?;
         drop(copy);
-        files.copy_access(parent.path(), hidden).await?;
+        files.copy_access(from, sealed.image().store()).await?;
         if !files.is_at(sealed.image().store(), hidden).await? {
             let what = "the copy of a parent has lost this name: somebody has removed it";
             return Err(Error::new(ErrorKind::Busy, what).at_path(hidden).hint("`spile jobs` shows other moves"));
@@ -290,7 +289,7 @@ impl<F: Files> Copier<'_, '_, F> {
         }
         // An image of this name may have been deleted, and merged by other means than a gc.
         Gone::remove(files, name).await?;
-        rename_to_free(files, hidden, name).await.at_path(name)?;
+        rename_to_free(files, (sealed.image().store(), hidden), name).await.at_path(name)?;
         sealed.image().store().set_path(name);
         Ok(sealed)
     }

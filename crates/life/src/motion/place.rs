@@ -311,8 +311,9 @@ impl Place {
         }
         // Nobody else removes it while it is open here.
         self.check_half(work.files, target.handles()[0].image().store()).await?;
-        if let Some(disk) = &self.disk {
-            work.files.copy_access(disk, half).await?;
+        if self.disk.is_some() {
+            let (old, new) = (source.handles()[0].image().store(), target.handles()[0].image().store());
+            work.files.copy_access(old, new).await?;
         }
         Ok(target)
     }
@@ -584,8 +585,9 @@ impl Place {
     /// The system's.
     pub async fn remove_hidden_name<F: Files>(&self, files: &F, new: &GraphOf<F>) -> Result<()> {
         let Some(half) = &self.moved.half else { return Ok(()) };
-        match files.is_at(new.handles()[0].image().store(), half).await? {
-            true => files.remove(half).await,
+        let store = new.handles()[0].image().store();
+        match files.is_at(store, half).await? {
+            true => files.remove_file(store, half).await,
             false => Ok(()),
         }
     }
@@ -670,7 +672,7 @@ pub(super) async fn remove_half<F: Files>(files: &F, half: &Path) -> Result<()> 
         Err(error) => Err(error),
         // While it is open here, nobody else removes it, or makes another one of this name.
         Ok(store) => match files.is_at(&store, half).await? {
-            true => files.remove(half).await,
+            true => files.remove_file(&store, half).await,
             false => Err(Error::new(ErrorKind::Busy, "another disk is just being moved to this place").at_path(half)),
         },
     }

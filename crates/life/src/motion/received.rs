@@ -413,7 +413,7 @@ impl<F: Files> Receiver<'_, F> {
             Received { id, size_bytes, format, state, file, is_parent: false }.write(self.files, &disk).await?;
         }
         if !is_taken {
-            self.files.rename(&image, &half).await?;
+            self.files.rename_file((&store, &image), (&half, None)).await?;
         }
         drop(store);
         Ok(Place { path: half, format: left.image.format, size_bytes, is_parent: false, is_sealed: false })
@@ -619,17 +619,26 @@ impl<F: Files> Receiver<'_, F> {
             // Where a disk went that was there says nothing about this one; nor does what was to become of an image that was deleted.
             remove_if_there(self.files, &names::moved(&disk)).await?;
             Gone::remove(self.files, &disk).await?;
-            match self.files.link(&half, &disk).await {
+            let opened;
+            let store = match open {
+                Some(store) => store,
+                None => {
+                    opened = self.asking.open(&half.as_path().into(), OpenMode::ReadOnly).await?;
+                    &opened
+                }
+            };
+            match self.files.link_file((store, &half), &disk).await {
                 Err(error)
                     if error.kind() == ErrorKind::Exists
                         && note.state == ReceivedState::HandingOver
                         && self.is_keeper(&disk).await? =>
                 {
-                    self.files.rename(&half, &disk).await?;
+                    let keeper = self.asking.open(&disk.as_path().into(), OpenMode::ReadOnly).await?;
+                    self.files.rename_file((store, &half), (&disk, Some(&keeper))).await?;
                 }
                 Err(error) if error.kind() == ErrorKind::Unsupported => {
                     refuse_taken(self.files, &disk).await?;
-                    self.files.rename(&half, &disk).await?;
+                    self.files.rename_file((store, &half), (&disk, None)).await?;
                 }
                 linked => linked.at_path(&disk)?,
             }

@@ -275,6 +275,32 @@ impl Place {
         self.folder.path_of(&self.name)
     }
 
+    /// Which file is there now; `None` when there is none.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn id(&self) -> io::Result<Option<FileId>> {
+        match self.is_kernels {
+            true => Ok(std::fs::metadata(self.path()).ok().map(|stat| FileId::of(&stat))),
+            false => self.folder.id(&self.name),
+        }
+    }
+
+    /// The file's own path, when there is something.
+    ///
+    /// # Errors
+    /// As [`Place::open`].
+    pub fn existing_path(&self) -> Result<PathBuf> {
+        let path = self.path();
+        if self.is_kernels {
+            // A file that has no name has no other path than this one.
+            return Ok(path.canonicalize().unwrap_or(path));
+        }
+        let stat = self.folder.stat(&self.name).map_err(failed("cannot be found")).map_err(|e| e.at_path(&path))?;
+        walk::check_owner(self.owner, stat.st_uid).map_err(|error| error.at_path(&path))?;
+        Ok(path)
+    }
+
     /// True when a link was followed on the way.
     pub fn is_elsewhere(&self) -> bool {
         self.is_elsewhere
@@ -300,7 +326,7 @@ impl Place {
 }
 
 /// Opens a file by a link that the kernel has made: it leads to an open file, and nobody else can have put it there.
-fn open_kernels(path: &Path, mode: OpenMode, flags: OFlags) -> Result<File> {
+pub(crate) fn open_kernels(path: &Path, mode: OpenMode, flags: OFlags) -> Result<File> {
     use std::os::unix::fs::OpenOptionsExt as _;
     let looked = std::fs::metadata(path).map_err(failed("open"))?;
     check_type(type_of(&looked))?;

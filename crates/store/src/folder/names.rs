@@ -5,7 +5,6 @@
 //! expected. Where a file system cannot exchange names, all that can be done is to look before.
 
 use std::ffi::OsStr;
-use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _};
 
@@ -52,16 +51,12 @@ impl Folder {
 
     /// The error of a name that is not that of the file that is expected.
     fn other(&self, name: &OsStr, is_expected: bool, is_there: bool) -> Error {
-        let error = match (is_expected, is_there) {
-            (true, true) => Error::new(ErrorKind::Busy, "another file was put in the place of the one that is open")
-                .hint("put the right file back there; the other one was left as it is"),
-            (true, false) => {
-                Error::new(ErrorKind::NotFound, "the file is not at its path any more").hint("give it its name back")
-            }
-            (false, _) => Error::new(ErrorKind::Exists, "there is a file of this name already")
-                .hint("remove it or choose another name"),
-        };
-        self.at(error, name)
+        let path = self.path_of(name);
+        match (is_expected, is_there) {
+            (true, true) => spile_core::exchanged(&path),
+            (true, false) => spile_core::lost(&path),
+            (false, _) => spile_core::taken(&path),
+        }
     }
 
     fn exchange(&self, (from, id): (&OsStr, FileId), there: &Folder, (to, over): (&OsStr, FileId)) -> Result<()> {
@@ -132,6 +127,15 @@ impl Folder {
         }
         let _ = rustix::fs::unlinkat(&*self.dir, name, AtFlags::empty());
         Err(from.0.other(from.1, true, true))
+    }
+
+    /// Gives what has the name `from` the name `name`, too, which nothing may have. A link is not followed.
+    ///
+    /// # Errors
+    /// As [`Folder::link`].
+    pub fn link_name(&self, from: (&Folder, &OsStr), name: &OsStr) -> Result<()> {
+        let done = rustix::fs::linkat(&*from.0.dir, from.1, &*self.dir, name, AtFlags::empty());
+        done.map_err(|errno| cannot_link(errno.into())).map_err(|error| self.at(error, name))
     }
 
     fn link_by_descriptor(&self, file: std::os::fd::BorrowedFd<'_>, name: &OsStr) -> io::Result<()> {
@@ -236,9 +240,9 @@ fn cannot_link(source: io::Error) -> Error {
 ///
 /// # Errors
 /// The system's, but for the right to change an owner.
-pub fn copy_access(from: &File, to: &File) -> io::Result<()> {
+pub fn copy_access(from: impl AsFd, to: impl AsFd) -> io::Result<()> {
     use rustix::fs::{Gid, Mode, Uid};
-    let (old, _) = (rustix::fs::fstat(from)?, ());
+    let (old, to) = (rustix::fs::fstat(from)?, to.as_fd());
     let (user, group) = (Uid::from_raw(old.st_uid), Gid::from_raw(old.st_gid));
     let allowed = |done: Result<(), Errno>| match done {
         Err(Errno::PERM) => Ok(false),
