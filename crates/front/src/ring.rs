@@ -4,12 +4,14 @@
 //! nothing to do, the worker watches the ring ([`spile_engine::Watch`]), and asks the guest for kicks only before it
 //! sleeps. The task ends when the ring takes no new request and none is in flight.
 
-use std::future::poll_fn;
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use spile_core::{Disk, Error};
-use spile_engine::{Event, Pollable, Watch};
+use spile_engine::{Event, Pollable, Watch, sleep};
 
 use crate::slots::{Inbox, Slots};
 
@@ -17,6 +19,50 @@ use crate::slots::{Inbox, Slots};
 const BATCH: usize = 64;
 /// So many turns follow each other before other tasks of the worker may run.
 const TURNS: usize = 4;
+
+/// So many kicks with nothing new behind them may follow each other before the worker looks less often.
+const IDLE_KICKS: u32 = 64;
+/// The least and the longest time between two looks then.
+const PAUSES: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(16)];
+
+/// Kicks with nothing new behind them. One that never ends, such as an eventfd whose count nobody can read down, must not keep a
+/// processor busy.
+#[derive(Default)]
+struct IdleKicks {
+    count: u32,
+    pause: Option<Pin<Box<dyn Future<Output = ()>>>>,
+}
+
+impl IdleKicks {
+    /// There was something to do.
+    #[inline]
+    fn end(&mut self) {
+        if self.count > 0 {
+            *self = Self::default();
+        }
+    }
+
+    /// Counts a kick.
+    fn note(&mut self) {
+        self.count += 1;
+        if let Some(over) = self.count.checked_sub(IDLE_KICKS) {
+            let [least, longest] = PAUSES;
+            let pause = least.saturating_mul(1 << over.min(8)).min(longest);
+            self.count = self.count.min(IDLE_KICKS + 8);
+            self.pause = Some(Box::pin(sleep(pause)));
+        }
+    }
+
+    /// True while no kick is heard.
+    fn is_pausing(&mut self, context: &mut Context<'_>) -> bool {
+        let Some(pause) = &mut self.pause else { return false };
+        let is_pausing = pause.as_mut().poll(context).is_pending();
+        if !is_pausing {
+            self.pause = None;
+        }
+        is_pausing
+    }
+}
 
 /// A ring that a guest shares with us, as the task that serves it sees it.
 pub trait GuestRing {
@@ -94,9 +140,11 @@ pub async fn serve_ring<T, F, M>(
     let watch = Watch::new(watched);
     let mut kicked = Box::pin(kick.wait());
     let mut hurry = Hurry { disk, has_begun: false };
+    let mut idle = IdleKicks::default();
     poll_fn(|context| {
         for _ in 0..TURNS {
             if turn(ring, slots, context) {
+                idle.end();
                 continue;
             }
             if !ring.may_pop() && slots.busy() == 0 {
@@ -112,8 +160,13 @@ pub async fn serve_ring<T, F, M>(
             if slots.busy() >= ring.max_in_flight() {
                 return Poll::Pending;
             }
+            if idle.is_pausing(context) {
+                watch.begin(context.waker(), slots.busy());
+                return Poll::Pending;
+            }
             match kicked.as_mut().poll(context) {
                 Poll::Ready(Ok(())) => {
+                    idle.note();
                     kicked.set(kick.wait());
                     ring.kicked();
                 }

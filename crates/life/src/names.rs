@@ -1,7 +1,7 @@
 //! Names of the files that Spile keeps beside a disk. They are hidden, begin with the disk's whole file name, and lie in its folder, so that
 //! a rename between them and the disk is one step, and nobody has to be told where they are.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 use spile_image::Format;
@@ -96,6 +96,12 @@ pub const LONGEST_DISK_NAME_BYTES: usize =
 /// The disk that another host moves here, until it is whole.
 pub fn receiving(disk: &Path) -> PathBuf {
     beside(disk, "receiving")
+}
+
+/// True for the name of a file that [`receiving`] names.
+pub fn is_receiving(name: &OsStr) -> bool {
+    let path = Path::new(name);
+    disk_of(path).is_some_and(|disk| receiving(&disk) == path)
 }
 
 /// Which move the disk has come by.

@@ -1,5 +1,7 @@
 //! Certificates and keys in PEM files, as a server and as a client use them.
 
+use std::fs::File;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -110,16 +112,36 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(provider)
 }
 
+/// No file of certificates is longer: a system's list has a few hundred KiB.
+const MOST_BYTES: u64 = 16 << 20;
+
+/// What a file holds. A pipe in its place is not waited for.
+fn read(path: &Path) -> Result<Vec<u8>, pem::Error> {
+    let refused = |why: String| pem::Error::Io(std::io::Error::new(std::io::ErrorKind::InvalidInput, why));
+    // It is looked at before it is opened: to open a pipe would wait for its other end.
+    let stat = path.metadata().map_err(pem::Error::Io)?;
+    if !stat.is_file() {
+        return Err(refused("this is no file".to_owned()));
+    }
+    let file = File::open(path).map_err(pem::Error::Io)?;
+    let mut text = Vec::new();
+    file.take(MOST_BYTES + 1).read_to_end(&mut text).map_err(pem::Error::Io)?;
+    match text.len() as u64 > MOST_BYTES {
+        true => Err(refused(format!("the file has {} bytes, and may have {MOST_BYTES} at most", stat.len()))),
+        false => Ok(text),
+    }
+}
+
 /// A certificate with those between it and the root, and its key.
 fn identity(cert: &Path, key: &Path) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)> {
     let chain = certificates(cert)?;
-    let key = PrivateKeyDer::from_pem_file(key).map_err(|e| unread("no private key", e)).at_path(key)?;
+    let key = read(key).and_then(|text| PrivateKeyDer::from_pem_slice(&text)).map_err(|e| unread("no private key", e)).at_path(key)?;
     Ok((chain, key))
 }
 
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
-    let chain: Vec<_> = CertificateDer::pem_file_iter(path)
-        .and_then(Iterator::collect)
+    let chain: Vec<_> = read(path)
+        .and_then(|text| CertificateDer::pem_slice_iter(&text).collect())
         .map_err(|e| unread("no certificate", e))
         .at_path(path)?;
     if chain.is_empty() {

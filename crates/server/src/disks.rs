@@ -11,6 +11,7 @@ use spile_image::formats::qcow2::is_dirty;
 use spile_image::{Format, Graph, OpenOptions};
 use spile_life::motion::{Moved, refuse_old_image, take_back};
 use spile_node::{Limits, OnError, Policy};
+use spile_store::own::{MOST_NOTE_BYTES, read_note};
 use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
 
 use crate::grow::{self, GrowOptions};
@@ -269,7 +270,7 @@ async fn look_for_moved(files: &HostFiles, source: &Locator, may_change: bool) -
 
 /// What is known of a disk that is not at its path.
 pub fn moved(source: &Locator) -> Option<Moved> {
-    let note = std::fs::read(spile_life::names::moved(&missing(source)?)).ok()?;
+    let note = read_note(&spile_life::names::moved(&missing(source)?), MOST_NOTE_BYTES).ok()??;
     Moved::from_text(&String::from_utf8_lossy(&note))
 }
 

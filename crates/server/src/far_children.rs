@@ -7,13 +7,13 @@ use std::fs::File;
 use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
-use spile_core::{Error, ErrorKind, Result, ResultExt as _};
+use rustix::fs::{Mode, OFlags};
+use spile_core::{Error, ErrorKind, OpenMode, Result, ResultExt as _};
 use spile_engine::run_blocking;
 use spile_life::{Later, NoteChild, names};
-use spile_store::FileId;
+use spile_store::own::{MOST_NOTE_BYTES, read_note};
+use spile_store::{FileId, Folder};
 
-/// No note is longer.
-const MOST_BYTES: u64 = 4 << 20;
 /// A note that is longer than this loses lines of files that are gone, before it gets another one.
 const LONG_BYTES: usize = 256 << 10;
 /// So many of the newest lines stay in any case: their files may just be made.
@@ -22,15 +22,16 @@ const NEWEST: usize = 1000;
 /// The paths in the note at `note`.
 ///
 /// # Errors
-/// The system's; `FileTooLarge` for a note that Spile has not written.
+/// The system's; one for a note that is too long. One that Spile has not written is as none.
 pub fn read(note: &Path) -> io::Result<Vec<PathBuf>> {
-    Ok(lines(&read_text(File::open(note)?)?).map(PathBuf::from).collect())
+    let bytes = read_note(note, MOST_NOTE_BYTES).map_err(io::Error::other)?;
+    Ok(lines(&String::from_utf8_lossy(&bytes.ok_or(io::ErrorKind::NotFound)?)).map(PathBuf::from).collect())
 }
 
 fn read_text(file: File) -> io::Result<String> {
     let mut bytes = Vec::new();
-    file.take(MOST_BYTES + 1).read_to_end(&mut bytes)?;
-    match bytes.len() as u64 > MOST_BYTES {
+    file.take(MOST_NOTE_BYTES + 1).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 > MOST_NOTE_BYTES {
         true => Err(io::ErrorKind::FileTooLarge.into()),
         // A power cut may leave a part of a line.
         false => Ok(String::from_utf8_lossy(&bytes).into_owned()),
@@ -84,10 +85,7 @@ fn add(note: &Path, line: &str) -> io::Result<()> {
         let kept = lines(&text).enumerate().filter(|(number, other)| number + NEWEST >= count || !is_gone(other));
         let text: String = kept.map(|(_, other)| other).chain([line]).flat_map(|line| [line, "\n"]).collect();
         let new = names::new_children(note);
-        let mut file = File::create(&new)?;
-        file.write_all(text.as_bytes())?;
-        file.sync_all()?;
-        std::fs::rename(&new, note)?;
+        replace(note, &new, text.as_bytes()).map_err(io::Error::other)?;
     } else {
         let before = if text.is_empty() || text.ends_with('\n') { "" } else { "\n" };
         file.write_all(format!("{before}{line}\n").as_bytes())?;
@@ -99,7 +97,7 @@ fn add(note: &Path, line: &str) -> io::Result<()> {
 /// The note's file, which nobody else changes. False where files cannot be locked.
 fn open(note: &Path) -> io::Result<(File, bool)> {
     loop {
-        let file = File::options().read(true).append(true).create(true).open(note)?;
+        let file = open_note(note).map_err(io::Error::other)?;
         let is_locked = file.lock().is_ok();
         // Another one may have taken its place meanwhile.
         let own = FileId::of(&file.metadata()?);
@@ -109,6 +107,34 @@ fn open(note: &Path) -> io::Result<(File, bool)> {
             _ => {}
         }
     }
+}
+
+/// The note's file, made if there is none. What is not Spile's is in the way.
+fn open_note(note: &Path) -> Result<File> {
+    let (folder, name) = Folder::of(note)?;
+    let file = match folder.create(&name) {
+        Err(error) if error.kind() == ErrorKind::Exists => folder.open_own(&name, OpenMode::ReadWrite, None)?,
+        made => Some(made?),
+    };
+    // It goes between the two when another one takes its place.
+    let file = file.map_or_else(|| folder.create(&name), Ok)?;
+    let flags = rustix::fs::fcntl_getfl(&file).and_then(|flags| rustix::fs::fcntl_setfl(&file, flags | OFlags::APPEND));
+    flags.map_err(|errno| Error::io("append to", errno.into())).at_path(note)?;
+    Ok(file)
+}
+
+/// Puts `text` in the place of the note, which is locked, by way of the name `new`.
+fn replace(note: &Path, new: &Path, text: &[u8]) -> Result<()> {
+    let (folder, name) = Folder::of(note)?;
+    let stem = new.file_name().unwrap_or(&name);
+    let (mut file, new) = folder.create_hidden(stem, Mode::from_raw_mode(0o666))?;
+    let written = file.write_all(text).and_then(|()| file.sync_all());
+    let written = written.map_err(|source| Error::io("write", source)).at_path(note);
+    let put = written.and_then(|()| folder.rename_over(&new, &folder, &name));
+    if put.is_err() {
+        let _ = folder.unlink(&new);
+    }
+    put
 }
 
 /// True when the file is not there, and its folder is not only missing or not mounted.

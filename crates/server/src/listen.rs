@@ -103,19 +103,20 @@ impl Bound {
                 let path = std::path::absolute(path).map_err(|e| Error::io("listen", e)).at_path(path)?;
                 // Clients have to use it as it is.
                 SocketAddr::from_pathname(&path).map_err(|e| cannot_listen(e, &path))?;
-                bind_unix(path, question)
+                bind_unix(path, question, None)
             }
             Address::Tcp(host, port) => bind_tcp(host, *port, &question),
         }
     }
 
-    /// As [`Bound::after_asking`], at a Unix socket on which only this program speaks: its path may be longer than the system takes ([`SocketPath`]).
+    /// As [`Bound::after_asking`], at a Unix socket on which only this program speaks. Only this user and root may connect, whatever
+    /// the umask is, and its path may be longer than the system takes ([`SocketPath`]).
     ///
     /// # Errors
     /// As [`Bound::new`].
     pub fn for_commands(path: &Path, question: Vec<u8>) -> Result<Self> {
         let path = std::path::absolute(path).map_err(|e| Error::io("listen", e)).at_path(path)?;
-        bind_unix(path, question)
+        bind_unix(path, question, Some(PRIVATE_MODE))
     }
 
     /// Says who may connect to a Unix socket that has no name yet.
@@ -234,12 +235,9 @@ fn cannot_listen(source: std::io::Error, path: &Path) -> Error {
     if is_too_long { error.hint("choose a shorter path") } else { error }
 }
 
-fn bind_unix(path: PathBuf, question: Vec<u8>) -> Result<Bound> {
+fn bind_unix(path: PathBuf, question: Vec<u8>, mode: Option<Mode>) -> Result<Bound> {
     refuse_busy(&path, &question)?;
-    let name = format!(".spile-{}-{}", std::process::id(), next_number());
-    let temporary = path.with_file_name(name);
-    let _ = fs::remove_file(&temporary);
-    let fd = bind_silently(&temporary).map_err(|e| cannot_listen(e, &path))?;
+    let (fd, temporary) = bind_hidden(&path, mode).map_err(|e| cannot_listen(e, &path))?;
     let pending = Some(PendingName { temporary, wanted: path.clone(), question });
     Ok(Bound { fd, address: Some(Address::Unix(path)), pending, is_taken_over: false })
 }
@@ -247,9 +245,37 @@ fn bind_unix(path: PathBuf, question: Vec<u8>) -> Result<Bound> {
 /// How many clients may wait to be accepted: as many as the system allows.
 const BACKLOG: i32 = -1;
 
-/// A socket that is bound to `path` and does not listen: nobody can connect before it is said who may.
-fn bind_silently(path: &Path) -> std::io::Result<OwnedFd> {
+/// For the owner alone.
+const PRIVATE_MODE: Mode = Mode::from_raw_mode(0o700);
+/// So many random names are tried.
+const NAME_TRIES: usize = 16;
+
+/// A socket beside `path`, under a name that nobody can foretell and that is not much longer than others.
+fn bind_hidden(path: &Path, mode: Option<Mode>) -> std::io::Result<(OwnedFd, PathBuf)> {
+    let mut tried = Err(Errno::ADDRINUSE.into());
+    for _ in 0..NAME_TRIES {
+        let temporary = path.with_file_name(format!(".spile-{:08x}", random()));
+        match bind_silently(&temporary, mode) {
+            Err(error) if error.kind() == IoKind::AddrInUse => tried = Err(error),
+            bound => return bound.map(|fd| (fd, temporary)),
+        }
+    }
+    tried
+}
+
+/// The keys of a new RandomState come from the kernel's random numbers.
+fn random() -> u32 {
+    use std::hash::{BuildHasher as _, Hasher as _, RandomState};
+    RandomState::new().build_hasher().finish() as u32
+}
+
+/// A socket that is bound to `path` and does not listen: nobody can connect before it is said who may. Its file has the mode that the socket has before it is
+/// bound.
+fn bind_silently(path: &Path, mode: Option<Mode>) -> std::io::Result<OwnedFd> {
     let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    if let Some(mode) = mode {
+        rustix::fs::fchmod(&fd, mode)?;
+    }
     // This name may be longer than the one that the socket is to get.
     rustix::net::bind(&fd, &SocketAddrUnix::new(SocketPath::of(path)?.path())?)?;
     Ok(fd)
@@ -274,12 +300,6 @@ fn open_own_socket(path: &Path) -> std::io::Result<OwnedFd> {
     let is_ours =
         FileType::from_raw_mode(stat.st_mode) == FileType::Socket && stat.st_uid == rustix::process::geteuid().as_raw();
     is_ours.then_some(fd).ok_or_else(|| std::io::Error::other("something else lies in its place"))
-}
-
-fn next_number() -> u32 {
-    use std::sync::atomic::{AtomicU32, Ordering};
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 /// Refuses a path where a server is, or where something lies that is no socket.

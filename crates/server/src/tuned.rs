@@ -12,6 +12,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Locator, Result, ResultExt};
 use spile_node::Shape;
+use spile_store::own::read_note;
+use spile_store::own_folder;
 use utoipa::ToSchema;
 
 use crate::host_device::HostDevice;
@@ -58,6 +60,9 @@ impl ShapeChoice {
     }
 }
 
+/// No file of that is longer.
+const MOST_BYTES: u64 = 64 << 10;
+
 /// What `spile tune` has found out about a device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Tuned {
@@ -102,7 +107,7 @@ impl Tuned {
         if let Some(kept) = kept.filter(|kept| kept.tells_more_than(self)) {
             return Ok(Saved::Stays(path, kept));
         }
-        std::fs::create_dir_all(folder).map_err(|e| Error::io("make the folder", e)).at_path(folder)?;
+        own_folder::make(folder)?;
         let text = serde_json::to_string_pretty(self).expect("it has plain keys") + "\n";
         // A server that reads at this moment gets the old file or the new one.
         let new = path.with_extension("new");
@@ -130,11 +135,8 @@ fn tuned(source: &Locator) -> Result<Shape> {
 
 /// What is kept in `file`; `None` when there is no such file.
 fn read(file: &Path) -> Result<Option<Tuned>> {
-    let text = match std::fs::read_to_string(file) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        read => read.map_err(|e| Error::io("cannot read", e).at_path(file))?,
-    };
-    serde_json::from_str(&text)
+    let Some(text) = read_note(file, MOST_BYTES)? else { return Ok(None) };
+    serde_json::from_slice(&text)
         .map(Some)
         .map_err(|error| Error::new(ErrorKind::Corrupt, "is not a file of `spile tune`").caused_by(error).at_path(file))
 }

@@ -20,6 +20,7 @@ mod nbd;
 pub mod openers;
 mod opening;
 pub mod own;
+pub mod own_folder;
 mod sync_gate;
 mod times;
 mod zeroes;

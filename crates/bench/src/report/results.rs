@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use spile_core::{Error, ErrorKind, Result, ResultExt};
+use spile_store::own::read_named;
 
 use crate::experiments::HostFacts;
 
@@ -91,7 +92,7 @@ fn read(path: &Path) -> Result<Known, String> {
     if len_bytes > MAX_FILE_BYTES {
         return Err("it is longer than 64 MiB".to_owned());
     }
-    let bytes = std::fs::read(path).map_err(|error| error.to_string())?;
+    let bytes = read_named(path, MAX_FILE_BYTES).map_err(|error| error.to_string())?;
     let json: Value = serde_json::from_slice(&bytes).map_err(|error| format!("it is no JSON: {error}"))?;
     let is_result = json["experiment"].is_string() && json["rows"].is_array();
     if !is_result {

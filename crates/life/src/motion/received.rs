@@ -238,7 +238,8 @@ impl<F: Files> Receiver<'_, F> {
         let (half, id, size_bytes) = (names::receiving(disk), image.id, image.size_bytes);
         match Received::read(self.files, disk).await? {
             Some(note) if note.id == id => {
-                if note.size_bytes != size_bytes {
+                // One that was never made may have been of another size: nothing goes on with it.
+                if note.size_bytes != size_bytes && note.state != ReceivedState::Making {
                     let what =
                         format!("this move has begun with a disk of {} bytes, not {size_bytes}", note.size_bytes);
                     return Err(Error::new(ErrorKind::InvalidInput, what).at_path(disk));
@@ -536,14 +537,25 @@ impl<F: Files> Receiver<'_, F> {
         self.forget_changes(disk).await?;
         let (state, is_parent) = (ReceivedState::Making, in_chain.is_some_and(|image| image.is_parent));
         let mut note = Received { id, size_bytes, format, state, file: "-".to_owned(), is_parent };
+        let made = self.make_half(disk, &mut note, &new).await;
+        if made.is_err() {
+            // Nobody goes on with it, and a later order of this name must not find it.
+            for path in [half.clone(), names::received(disk), names::new_received(disk)] {
+                let _ = remove_if_there(self.files, &path).await;
+            }
+        }
+        made.map(|()| note.place(&half, false))
+    }
+
+    /// Makes the image of `note`, whose name nothing has.
+    async fn make_half(&self, disk: &Path, note: &mut Received, new: &NewImage) -> Result<()> {
         note.write(self.files, disk).await?;
-        let store = self.files.create(&half, 0).await?;
-        format.create(&store, &**self.env, &new).await?;
+        let store = self.files.create(&names::receiving(disk), 0).await?;
+        note.format.create(&store, &**self.env, new).await?;
         store.sync().await?;
         (note.state, note.file) = (ReceivedState::Half, (self.which)(&store));
         drop(store);
-        note.write(self.files, disk).await?;
-        Ok(note.place(&half, false))
+        note.write(self.files, disk).await
     }
 
     /// The parent that the image of `disk` is to be made over.

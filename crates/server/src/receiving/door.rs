@@ -25,6 +25,7 @@ impl Find<ServedDisk> for Door {
                 Some((order, name)) => (Some(order), name),
                 None => (None, wanted.export.as_str()),
             };
+            self.0.sweep().await;
             let room = self.0.room(name);
             let found = match order {
                 Some(Order::GoOn { id, link }) => self.go_on(&room, wanted, id, link).await.map_err(not_now),
@@ -32,7 +33,7 @@ impl Find<ServedDisk> for Door {
                 Some(Order::Marked { id }) => self.adopt_marks(&room, id).await,
                 Some(Order::Finish { id }) => self.finish(&room, id).await.map_err(not_now),
                 // Whoever takes what may go by for an answer gives the move up, or begins it anew with all that the disk holds.
-                Some(order) => self.obey(&room, order).await.map_err(not_now),
+                Some(order) => self.obey(&room, wanted, order).await.map_err(not_now),
                 None => self.whole(&room, wanted).await,
             };
             self.0.leave(room);
@@ -73,19 +74,22 @@ pub(super) fn who(wanted: &Wanted) -> Option<Who> {
 
 impl Door {
     /// Does what an order asks for that needs no link. Whoever gave it finds an export that says so.
-    async fn obey(&self, room: &Arc<Room>, order: Order) -> Result<Found<ServedDisk>> {
+    async fn obey(&self, room: &Arc<Room>, wanted: &Wanted, order: Order) -> Result<Found<ServedDisk>> {
         let _alone = room.alone().await?;
         let (house, name) = (&self.0, room.name.as_str());
         let receiver = house.receiver();
         match order {
             Order::Begin { id, size_bytes } => {
                 refuse_link(&receiver.disk(name)?)?;
-                receiver.begin(name, id, size_bytes).await.map_err(refused)?;
+                let is_new = house.reserve(name, id, wanted.peer)?;
+                let begun = receiver.begin(name, id, size_bytes).await.map_err(refused);
+                begun.inspect_err(|_| self.give_back(name, is_new))?;
             }
             Order::BeginInChain { id, size_bytes, image } => {
                 refuse_link(&receiver.disk(name)?)?;
-                let begun = Box::pin(receiver.begin_in_chain(name, id, size_bytes, &image));
-                let (_, is_new) = begun.await.map_err(refused)?;
+                let has_place = house.reserve(name, id, wanted.peer)?;
+                let begun = Box::pin(receiver.begin_in_chain(name, id, size_bytes, &image)).await.map_err(refused);
+                let (_, is_new) = begun.inspect_err(|_| self.give_back(name, has_place))?;
                 if is_new {
                     // Whoever is connected to the half of an earlier attempt writes to a file without a name.
                     room.forget();
@@ -108,12 +112,20 @@ impl Door {
             Order::HandOver { id } => receiver.hand_over(name, id).await.map_err(refused)?,
             Order::Drop { id } => {
                 receiver.drop_half(name, id).await.map_err(refused)?;
+                house.quota.forget(name);
                 // Whoever is connected still writes to a file without a name.
                 room.forget();
                 return Err(Error::new(ErrorKind::Denied, "the half-made image is removed"));
             }
         }
         Ok(house.answer())
+    }
+
+    /// An image was not begun: its place is free, if it has got one.
+    fn give_back(&self, name: &str, has_place: bool) {
+        if has_place {
+            self.0.quota.forget(name);
+        }
     }
 
     /// The image of the move `id` gets its name. It is open meanwhile: what is noted of its changes is known for certain then. One that has its name may be in use here.
@@ -135,6 +147,7 @@ impl Door {
         let graph = lease.as_ref().and_then(|lease| lease.open().disk.graph_now());
         let store = graph.as_ref().map(|graph| graph.handles()[0].image().store());
         let place = receiver.finish(name, id, store).await.map_err(refused)?;
+        house.quota.forget(name);
         tracing::info!("{}: is whole, and was handed over", place.path.display());
         Ok(house.answer())
     }
@@ -160,6 +173,7 @@ impl Door {
             let graph = lease.open().disk.graph_now();
             let store = graph.as_ref().map(|graph| graph.handles()[0].image().store());
             receiver.finish(name, id, store).await.map_err(refused)?;
+            house.quota.forget(name);
             // In this order: who comes next opens it for reading only.
             room.forget();
             lease.open().close(name).await?;
@@ -194,6 +208,7 @@ impl Door {
         room.wait(async || {
             let receiver = house.receiver();
             let (place, state) = receiver.write_on(&room.name, id).await?;
+            house.quota.note_used(&room.name);
             let is_half = state != ReceivedState::Whole;
             house.enter(room, &place, Use::Writes { who: Who::Named(link), peer: wanted.peer, is_half }).await
         })

@@ -17,7 +17,7 @@ use spile_image::{Format, Graph, OpenOptions};
 use spile_life::motion::{ANSWER, ANSWER_BYTES, ReceivedPlace, Receiver};
 use spile_life::names;
 use spile_node::{Node, Policy};
-use spile_store::{HostFiles, HostStore};
+use spile_store::{Folder, HostFiles, HostStore};
 
 use crate::checkpoints::Checkpoints;
 use crate::disks;
@@ -27,6 +27,7 @@ use crate::serving::failed_syncs;
 use crate::serving::trouble;
 
 use super::Tools;
+use super::quota::{ABANDONED, Quota};
 
 /// How long a disk that is busy is waited for.
 const BUSY_PATIENCE: Duration = Duration::from_secs(5);
@@ -48,6 +49,7 @@ pub(super) struct House {
     answer: Arc<NbdServer<ServedDisk>>,
     rooms: Mutex<HashMap<String, Arc<Room>>>,
     links: Mutex<Links>,
+    pub quota: Quota,
 }
 
 /// The links by which halves came, so that none comes again in whose place another one has come.
@@ -268,9 +270,9 @@ impl House {
             Ok::<_, Error>(Arc::new(disk))
         })?;
         let answer = Arc::new(server(&engine, &nbd, "answer", &said, true)?);
-        let (rooms, links) = Default::default();
+        let (rooms, links, quota) = Default::default();
         let tools = Tools::new(cache);
-        Ok(Self { folder, tools, access, engine, nbd, answer, rooms, links })
+        Ok(Self { folder, tools, access, engine, nbd, answer, rooms, links, quota })
     }
 
     /// Does what orders ask for with the files of the folder.
@@ -300,6 +302,59 @@ impl House {
         if rooms.get(&name).is_some_and(|room| Arc::strong_count(room) == 1 && room.open().is_none()) {
             rooms.remove(&name);
         }
+    }
+
+    /// Gives `peer` a place for the half-made image of the disk `name`, unless there is one already. True when it gets a new one.
+    ///
+    /// # Errors
+    /// `Exhausted`; those of looking at the folder.
+    pub fn reserve(&self, name: &str, id: Identity, peer: Peer) -> Result<bool> {
+        let half = names::receiving(&self.receiver().disk(name)?);
+        let folder = Folder::open(&self.folder)?;
+        let names = folder.list().map_err(|e| Error::io("cannot be read", e).at_path(&self.folder))?;
+        let halves = || names.iter().filter(|name| names::is_receiving(name));
+        if halves().any(|name| Some(name.as_os_str()) == half.file_name()) {
+            return Ok(false);
+        }
+        self.quota.reserve(name, id, peer, halves().count()).map(|()| true)
+    }
+
+    /// Removes the halves that were begun and to which no link has come for long, unless a disk is just coming: its parents may be compared before it begins.
+    pub async fn sweep(&self) {
+        let is_in_use = relock(&self.rooms).values().any(|room| room.open().is_some());
+        if !is_in_use {
+            self.drop_abandoned(ABANDONED).await;
+        }
+    }
+
+    async fn drop_abandoned(&self, age: Duration) {
+        for name in self.quota.abandoned(age) {
+            let room = self.room(&name);
+            if let Err(error) = self.drop_one(&room, age).await {
+                tracing::warn!("{name:?}: what was begun and not gone on with stays: {error}");
+            }
+            self.leave(room);
+        }
+    }
+
+    async fn drop_one(&self, room: &Room, age: Duration) -> Result<()> {
+        let _alone = room.alone().await?;
+        // A link may have come meanwhile.
+        let Some(id) = self.quota.take_abandoned(&room.name, age) else { return Ok(()) };
+        match self.receiver().drop_half(&room.name, id).await {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            dropped => dropped,
+        }
+    }
+
+    /// Removes the halves that were begun and never used. Waits for `bound` at most.
+    pub fn remove_unused(self: &Arc<Self>, bound: Duration) {
+        let ((sender, removed), house) = (mpsc::channel(), self.clone());
+        self.engine.spawn_on(0, move || async move {
+            house.drop_abandoned(Duration::ZERO).await;
+            let _ = sender.send(());
+        });
+        let _ = removed.recv_timeout(bound);
     }
 
     /// The last link of the half `name` does not come again.

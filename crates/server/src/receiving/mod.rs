@@ -17,6 +17,7 @@ mod door;
 mod house;
 mod known;
 mod marks;
+mod quota;
 
 use std::fmt::Display;
 use std::fs::File;
@@ -98,6 +99,7 @@ pub fn receive(settings: &Settings, signals: ServerSignals, say: impl Fn(&dyn Di
     gate.stop();
     drop(listening);
     let is_drained = gate.wait_drained_within(DRAIN_PATIENCE, LAST_PATIENCE);
+    house.remove_unused(LAST_PATIENCE);
     let closed = house.close_all(LAST_PATIENCE);
     if !is_drained || closed.as_ref().is_err_and(|error| error.kind() == ErrorKind::TimedOut) {
         // Whoever waits for storage that hangs is not waited for: the process ends.

@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Result, ResultExt};
 use spile_front_vhost::ConnectionState;
 use spile_image::Graph;
-use spile_store::HostStore;
+use spile_store::{HostStore, own_folder};
 
 use tokio::sync::oneshot;
 
@@ -166,10 +166,17 @@ impl Link {
     /// Connects to a server's control socket. `None` when nobody listens there.
     ///
     /// # Errors
-    /// The system's.
+    /// `Denied` when another user than root and this one listens there; the system's.
     pub fn connect(path: &Path) -> Result<Option<Self>> {
+        own_folder::refuse_foreign_socket(path)?;
         match SocketPath::of(path).and_then(|reached| UnixStream::connect(reached.path())) {
-            Ok(stream) => Self::new(stream).map(Some),
+            Ok(stream) => {
+                let peer = sockopt::socket_peercred(&stream).map_err(|errno| Error::io("ask who listens", errno.into()))?;
+                match peer.uid.as_raw() {
+                    user if own_folder::is_trusted_user(user) => Self::new(stream).map(Some),
+                    user => Err(own_folder::foreign_socket(user)).at_path(path),
+                }
+            }
             Err(e) if matches!(e.kind(), std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused) => {
                 Ok(None)
             }

@@ -28,7 +28,8 @@ use spile_image::layer::Layer as _;
 use spile_image::{Graph, GraphLayer};
 use spile_life::motion::Order;
 use spile_nbd_wire::uri::NbdUri;
-use spile_store::{AnyStore, FileId, HostStore, canonical_address};
+use spile_store::own::read_note;
+use spile_store::{AnyStore, FileId, HostStore, canonical_address, own_folder};
 
 use super::api::discovery;
 use super::disks::ServedDisk;
@@ -83,6 +84,9 @@ struct Doubt {
 /// The folder of marks.
 pub(super) struct Marks(PathBuf);
 
+/// No mark is longer.
+const MOST_MARK_BYTES: u64 = 64 << 10;
+
 impl Marks {
     fn of_host() -> Result<Self> {
         Ok(Self(discovery::folder()?.join("failed-syncs")))
@@ -101,7 +105,7 @@ impl Marks {
     /// Which folder this is, and when something was last noted in it or removed: an answer before and after means that no sync has failed in between, and that no
     /// loss was accepted. It is made where there is none.
     fn state(&self) -> Option<String> {
-        fs::create_dir_all(&self.0).ok()?;
+        own_folder::make(&self.0).ok()?;
         let stat = fs::metadata(&self.0).ok()?;
         Some(format!("{:x}-{}-{}.{:09}", stat.dev(), stat.ino(), stat.mtime(), stat.mtime_nsec()))
     }
@@ -121,8 +125,8 @@ impl Marks {
     pub(super) fn put(&self, key: &str, what: &impl Serialize) -> Result<()> {
         let (place, new) = (self.place(key), self.place(&format!("{key}.{}", std::process::id())));
         let text = serde_json::to_vec(what).map_err(|e| Error::io("write", e.into()))?;
-        fs::create_dir_all(&self.0)
-            .and_then(|()| fs::write(&new, text))
+        own_folder::make(&self.0)?;
+        fs::write(&new, text)
             .and_then(|()| fs::rename(&new, &place))
             .map_err(|source| Error::io("write", source).at_path(&place))
     }
@@ -139,7 +143,8 @@ impl Marks {
     }
 
     pub(super) fn read<T: DeserializeOwned>(&self, key: &str) -> Option<T> {
-        serde_json::from_slice(&fs::read(self.place(key)).ok()?).ok()
+        let text = read_note(&self.place(key), MOST_MARK_BYTES).ok()??;
+        serde_json::from_slice(&text).ok()
     }
 
     /// The failed sync of a store, if it has a mark that counts.

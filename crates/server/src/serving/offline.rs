@@ -10,8 +10,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use spile_core::{Error, Result};
+use spile_core::Result;
 use spile_front::Connections;
+use spile_store::own_folder;
 
 use super::api::discovery::{self, JOBS_EXTENSION as EXTENSION};
 use super::api::http::{self, Answering};
@@ -69,7 +70,7 @@ impl OwnJobs {
     }
 
     fn listen(folder: &Path, kind: &str) -> Result<Self> {
-        std::fs::create_dir_all(folder).map_err(|e| Error::io("make the folder", e).at_path(folder))?;
+        own_folder::make(folder)?;
         remove_dead(folder);
         let path = folder.join(format!("{kind}-{}.{EXTENSION}", std::process::id()));
         let shown = Arc::new(Shown::new(path.display().to_string()));

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use spile_core::{Error, ErrorKind, Result};
+use spile_store::own_folder;
 
 use super::api::discovery;
 use super::fronts::{self, Role, Socket};
@@ -63,7 +64,7 @@ pub fn absolute(address: &Address) -> Result<Address> {
 /// control socket still serves, so a failure is only logged.
 pub fn control_by_name(name: &str) -> Option<Socket> {
     let found = discovery::folder().and_then(|folder| {
-        std::fs::create_dir_all(&folder).map_err(|e| Error::io("make the folder", e).at_path(&folder))?;
+        own_folder::make(&folder)?;
         first_free(&folder, name)
     });
     let failed = |error: &Error| tracing::warn!("there is no control socket: {error}");

@@ -16,6 +16,7 @@ use rustix::process::{Pid, WaitOptions, waitpid};
 use spile_core::{Error, ErrorKind, Result};
 use spile_front_blkif::pause;
 use spile_front_blkif::xenbus::State;
+use spile_store::own_folder;
 use spile_xen::store::{Tx, XenStore};
 
 use crate::process::Process;
@@ -71,7 +72,7 @@ impl Backend {
     pub fn new(mut store: XenStore, kind: &str, run_dir: &Path, arguments: Vec<OsString>) -> Result<Self> {
         let own = store.own_domid()?;
         let folder = format!("{}/backend/{kind}", store.domain_path(own)?);
-        std::fs::create_dir_all(run_dir).map_err(|source| Error::io("make the folder", source).at_path(run_dir))?;
+        own_folder::make(run_dir)?;
         store.watch(&folder, "disks")?;
         let run_dir = run_dir.to_owned();
         let program = std::env::current_exe().map_err(|source| Error::io("find this program", source))?;

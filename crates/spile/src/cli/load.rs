@@ -10,6 +10,7 @@ use clap::{Args, ValueEnum};
 use nix::sys::signal::Signal;
 use serde::Serialize;
 use spile_core::{Error, ErrorKind, Locator, Result, ResultExt};
+use spile_store::own::read_named;
 use utoipa::ToSchema;
 
 use super::output::write_report;
@@ -334,8 +335,11 @@ fn save_model(path: &std::path::Path, models: &[Model]) -> Result<()> {
     write_report(path, "[{", &bytes)
 }
 
+/// No model is longer.
+const MOST_MODEL_BYTES: u64 = 256 << 20;
+
 fn verify_model(args: &LoadArgs, path: &std::path::Path) -> Result<Exit> {
-    let bytes = std::fs::read(path).map_err(|e| Error::io("cannot read the model", e)).at_path(path)?;
+    let bytes = read_named(path, MOST_MODEL_BYTES)?;
     let models: Vec<Model> = serde_json::from_slice(&bytes)
         .map_err(|e| Error::new(ErrorKind::InvalidInput, "not a model of --save-model").caused_by(e).at_path(path))?;
     models.iter().try_for_each(Model::validate).at_path(path)?;

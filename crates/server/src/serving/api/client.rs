@@ -11,6 +11,7 @@ use hyper_util::rt::TokioIo;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use spile_core::{Error, ErrorKind, Result, ResultExt};
+use spile_store::own_folder;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
@@ -144,8 +145,13 @@ async fn begin(
 ) -> Result<(u16, Body)> {
     let hung_up =
         |e: hyper::Error| Error::new(ErrorKind::Protocol, "the server has hung up on the control socket").caused_by(e);
+    own_folder::refuse_foreign_socket(socket)?;
     let reached = SocketPath::of(socket).map_err(not_there)?;
     let stream = UnixStream::connect(reached.path()).await.map_err(not_there)?;
+    let peer = stream.peer_cred().map_err(|e| Error::io("ask who listens on the control socket", e))?;
+    if !own_folder::is_trusted_user(peer.uid()) {
+        return Err(own_folder::foreign_socket(peer.uid()).at_path(socket));
+    }
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(hung_up)?;
     tokio::spawn(connection);

@@ -9,6 +9,7 @@ use serde::de::DeserializeOwned;
 use spile_core::{Error, ErrorKind, Result};
 use spile_image::Format;
 use spile_nbd_wire::uri::{Address, NbdUri};
+use spile_store::own_folder;
 
 use super::client::{LOOK_PATIENCE, ask, runtime, typed, within};
 use super::types::{Disk, DiskList, Job, JobList};
@@ -129,10 +130,16 @@ fn ask_all<T: DeserializeOwned>(sockets: Vec<PathBuf>, path: &'static str) -> Re
         let answer = within(&socket, "GET", path, None, FIND_PATIENCE).await.and_then(typed);
         (socket, answer)
     };
-    let asked = iter(sockets).map(ask).buffered(AT_ONCE);
+    let asked = iter(sockets.into_iter().filter(|socket| is_believed(socket))).map(ask).buffered(AT_ONCE);
     let answers: Vec<(PathBuf, Result<T>)> = runtime()?.block_on(asked.collect());
     let is_dead = |answer: &Result<T>| answer.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotFound);
     Ok(answers.into_iter().filter(|(_, answer)| !is_dead(answer)).collect())
+}
+
+/// False for the socket of another user than root and this one, which is a line in the log: what he says counts for nothing.
+fn is_believed(socket: &Path) -> bool {
+    let refused = own_folder::refuse_foreign_socket(socket);
+    refused.inspect_err(|error| tracing::warn!("a socket is passed over: {error}")).is_ok()
 }
 
 /// The control sockets in a folder, in the order of their names; none when there is no such folder.

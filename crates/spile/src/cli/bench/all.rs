@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 use clap::{Args, Parser};
 use serde::{Deserialize, Serialize};
 use spile_core::{Error, ErrorKind, Result};
+use spile_store::own::read_named_text;
 use utoipa::ToSchema;
 
 use super::Experiment;
-use super::common::{check_writable, result_file};
+use super::common::{MOST_RESULT_BYTES, check_writable, result_file};
 use crate::bench::about::{About, about};
 use crate::bench::findings::found_here;
 use crate::bench::save;
@@ -268,7 +269,7 @@ impl Entry {
         let seconds = begun.elapsed().as_secs_f64();
         match result {
             Ok(()) => {
-                let json = std::fs::read_to_string(result_file(out, member.name)).unwrap_or_default();
+                let json = read_named_text(&result_file(out, member.name), MOST_RESULT_BYTES).unwrap_or_default();
                 let found_here = found_here(member.name, &json).unwrap_or_default();
                 Self { state: State::Finished, seconds, found_here, ..self }
             }
@@ -319,7 +320,7 @@ fn run_one(member: &Member, arguments: &[String], time: Duration, out: &Path) ->
 impl Summary {
     /// That of an earlier run; empty when there was none.
     fn read(out: &Path) -> Self {
-        let text = std::fs::read_to_string(out.join(STATE)).unwrap_or_default();
+        let text = read_named_text(&out.join(STATE), MOST_RESULT_BYTES).unwrap_or_default();
         serde_json::from_str(&text).unwrap_or_default()
     }
 

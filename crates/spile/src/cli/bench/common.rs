@@ -1,6 +1,5 @@
 //! What the commands of experiments share: options, the progress bar, and how results are shown and kept.
 
-use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -8,6 +7,7 @@ use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use spile_core::{Error, ErrorKind, Result};
+use spile_store::own::read_named_text;
 use utoipa::ToSchema;
 
 use crate::bench::about::about;
@@ -18,6 +18,9 @@ use crate::bench::{Figures, Outcome, save};
 use crate::cli::{Exit, print_json, say, say_lines};
 use crate::signals::EndSignals;
 use crate::units::parse_size;
+
+/// No result of an experiment is longer.
+pub(super) const MOST_RESULT_BYTES: u64 = 64 << 20;
 
 /// The width of what is told of an experiment below its tables.
 const COLUMNS: usize = 100;
@@ -167,8 +170,8 @@ impl OutputArgs {
 
     /// Refuses to replace what is no result of this experiment, and the result of a long run by that of a quick one.
     fn check_replaceable(&self, path: &Path, name: &str) -> Result<()> {
-        let text = match std::fs::read_to_string(path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        let text = match read_named_text(path, MOST_RESULT_BYTES) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
             text => text.unwrap_or_default(),
         };
         let old: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
