@@ -135,7 +135,10 @@ fn read(path: &Path) -> Result<Vec<u8>, pem::Error> {
 /// A certificate with those between it and the root, and its key.
 fn identity(cert: &Path, key: &Path) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)> {
     let chain = certificates(cert)?;
-    let key = read(key).and_then(|text| PrivateKeyDer::from_pem_slice(&text)).map_err(|e| unread("no private key", e)).at_path(key)?;
+    let key = read(key)
+        .and_then(|text| PrivateKeyDer::from_pem_slice(&text))
+        .map_err(|e| unread("no private key", e))
+        .at_path(key)?;
     Ok((chain, key))
 }
 

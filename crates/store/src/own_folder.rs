@@ -63,7 +63,8 @@ pub fn refuse_foreign(path: &Path) -> Result<()> {
     let stat = stat_of(&folder)?;
     if !is_trusted(stat.st_uid) || stat.st_mode & 0o022 != 0 {
         let (owner, mode) = (stat.st_uid, stat.st_mode & 0o7777);
-        let what = format!("others may write in this folder: it belongs to the user {owner} and has the mode {mode:04o}");
+        let what =
+            format!("others may write in this folder: it belongs to the user {owner} and has the mode {mode:04o}");
         let hint = "nothing in it is believed: `chmod go-w` it after a look at what is in it, or name another one by SPILE_RUN_DIR";
         return Err(Error::new(ErrorKind::Denied, what).at_path(folder.path()).hint(hint));
     }
@@ -71,7 +72,11 @@ pub fn refuse_foreign(path: &Path) -> Result<()> {
         let stat = stat_of(&Folder::open(above)?)?;
         let may_exchange = stat.st_mode & 0o002 != 0 && stat.st_mode & STICKY == 0;
         if !is_trusted(stat.st_uid) || may_exchange {
-            let what = format!("others may put another folder in its place: {} belongs to the user {}", above.display(), stat.st_uid);
+            let what = format!(
+                "others may put another folder in its place: {} belongs to the user {}",
+                above.display(),
+                stat.st_uid
+            );
             let hint = "name a folder by SPILE_RUN_DIR that lies where only root and this user may write";
             return Err(Error::new(ErrorKind::Denied, what).at_path(folder.path()).hint(hint));
         }

@@ -14,6 +14,7 @@
 //! - Each process of the old place begins an attempt of its own. An image that an earlier attempt has begun is not gone on with, for nobody knows what it holds: it is
 //!   made anew, empty. An order of an earlier attempt, which was on its way for long, changes nothing of a later one.
 
+mod errors;
 mod name;
 
 use std::path::{Path, PathBuf};
@@ -24,10 +25,13 @@ use spile_image::create::NewImage;
 use spile_image::layer::{Identity, Layer as _};
 use spile_image::{Format, Graph, OpenOptions};
 
+pub use self::errors::is_free_here;
+pub(super) use self::errors::{IS_WHOLE, NO_IMAGE};
+use self::errors::{is_whole, later_attempt, no_old_image, no_such_disk, no_such_move, other_half};
 use super::back::Left;
 use super::note::{is_free, refuse_taken, refuse_unfinished};
 use super::old_image;
-use super::order::{Below, IS_FREE, InChain, Like, NEEDS_NAME, is_earlier_attempt, is_name};
+use super::order::{Below, InChain, Like, NEEDS_NAME, is_earlier_attempt, is_name};
 use super::place::remove_half;
 use crate::changes::header::{MOST_FILE_BYTES, PAGE_BYTES};
 use crate::gone::Gone;
@@ -752,43 +756,6 @@ struct Begun<'a> {
     size_bytes: u64,
     format: Format,
     in_chain: Option<&'a InChain>,
-}
-
-fn other_half(half: &Path) -> Error {
-    let what = "the file is not the one that this move has begun with";
-    Error::new(ErrorKind::Denied, what).at_path(half).hint("remove it, or put it back")
-}
-
-/// What whoever asks for a parent is told when nothing has its name.
-pub fn is_free_here() -> Error {
-    Error::new(ErrorKind::Denied, IS_FREE)
-}
-
-/// What the other host is told of a copy that has its name, in these words.
-pub(super) const IS_WHOLE: &str =
-    "this copy is whole and has its name: nothing more is written to it by the job that has made it";
-
-fn is_whole(disk: &Path) -> Error {
-    Error::new(ErrorKind::Denied, IS_WHOLE).at_path(disk).hint("another copy needs another name")
-}
-
-/// What whoever gives an order about an image is told that is not there, or is another move's by now.
-pub(super) const NO_IMAGE: &str = "there is no image of this move here";
-
-fn later_attempt(disk: &Path) -> Error {
-    Error::new(ErrorKind::Denied, "a later attempt of this move is under way").at_path(disk)
-}
-
-fn no_such_move(disk: &Path) -> Error {
-    Error::new(ErrorKind::NotFound, NO_IMAGE).at_path(disk)
-}
-
-fn no_old_image(disk: &Path) -> Error {
-    Error::new(ErrorKind::NotFound, "there is no old image that this disk has left here").at_path(disk)
-}
-
-fn no_such_disk(disk: &Path) -> Error {
-    Error::new(ErrorKind::NotFound, "no disk of this name was moved here").at_path(disk)
 }
 
 #[cfg(test)]

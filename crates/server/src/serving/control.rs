@@ -171,7 +171,8 @@ impl Link {
         own_folder::refuse_foreign_socket(path)?;
         match SocketPath::of(path).and_then(|reached| UnixStream::connect(reached.path())) {
             Ok(stream) => {
-                let peer = sockopt::socket_peercred(&stream).map_err(|errno| Error::io("ask who listens", errno.into()))?;
+                let peer =
+                    sockopt::socket_peercred(&stream).map_err(|errno| Error::io("ask who listens", errno.into()))?;
                 match peer.uid.as_raw() {
                     user if own_folder::is_trusted_user(user) => Self::new(stream).map(Some),
                     user => Err(own_folder::foreign_socket(user)).at_path(path),

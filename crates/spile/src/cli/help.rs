@@ -31,8 +31,7 @@ const ENDED: Code = ("130, 143", "ended by SIGINT (Ctrl-C) or SIGTERM");
 const ENDED_AT_ONCE: Code = ("130, 143", "ended at once by a second SIGINT or SIGTERM");
 
 const SIZES: &str = "\
-Sizes are binary: 4k = 4096 bytes, 20G = 20GiB = 20 GiB. 20GB is refused, as it
-means two things.";
+Sizes are binary: 20G = 20GiB = 20 GiB. 20GB is refused, as it means two things.";
 
 const FORMATS: &str = "\
 A disk's format is --format, or what its extension says (.vhd, .avhd, .vpc;

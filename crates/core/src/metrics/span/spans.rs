@@ -343,7 +343,7 @@ mod tests {
             assert!(record.taken_ns + 100_000_000 > begun_ns && record.taken_ns < now_ns() + 100_000_000);
             // Each of these has a sleep in it.
             let waited = |phase: usize| record.phases_ns[phase] > 50_000;
-            assert!((0..9).all(|phase| waited(phase) == ![2, 6].contains(&phase)), "{record:?}");
+            assert!((0..9).all(|phase| waited(phase) != [2, 6].contains(&phase)), "{record:?}");
         }
         // The slowest ones are kept as well, traced or not.
         assert_eq!(log.slowest().len(), 6);
