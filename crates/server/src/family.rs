@@ -274,6 +274,8 @@ fn neighbours(path: &Path, most: usize, may_be_child: impl Fn(&Path) -> bool) ->
                 if names::disk_of(&other).is_some_and(|image| names::children(&image) == other) {
                     match far_children::read(&other) {
                         Ok(far) => found.images.extend(far.into_iter().filter(|child| may_be_child(child))),
+                        // A file that Spile has not made names no children.
+                        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
                         Err(_) => found.are_all = false,
                     }
                 }

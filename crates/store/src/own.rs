@@ -4,11 +4,13 @@
 //! says what he likes. A file is taken for one of Spile's only when root or this user has made it and it has no other name. What is not is
 //! passed over, and the log says whose it is.
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use rustix::fs::{AtFlags, FileType, Mode, Stat};
 use spile_core::{Error, ErrorKind, OpenMode, Result};
@@ -102,10 +104,24 @@ pub fn is_foreign(error: &Error) -> bool {
 pub fn unless_foreign<T>(found: Result<Option<T>>) -> Result<Option<T>> {
     match found {
         Err(error) if is_foreign(&error) => {
-            tracing::warn!(%error, "a file is passed over");
+            tell_once(&error);
             Ok(None)
         }
         found => found,
+    }
+}
+
+/// So many files are told of.
+const MOST_TOLD: usize = 256;
+
+/// Says once in the life of this process that a file is passed over: many look at each.
+fn tell_once(error: &Error) {
+    static TOLD: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+    let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+    let path = error.path().unwrap_or(Path::new("")).to_owned();
+    if told.len() < MOST_TOLD && told.insert(path) {
+        drop(told);
+        tracing::warn!(%error, "a file is passed over");
     }
 }
 

@@ -110,6 +110,24 @@ on_each_engine! {
         wait_for_rest(&rig);
     }
 
+    fn a_kick_that_never_ends_keeps_no_worker_busy(kind) {
+        let rig = rig_with(kind, |setup| setup.workers = 1);
+        let mut guest = rig.guest();
+        guest.assert_works(0);
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK | EventfdFlags::SEMAPHORE;
+        let endless = eventfd(0, flags).unwrap();
+        rustix::io::write(&endless, &(1u64 << 63).to_ne_bytes()).unwrap();
+        guest.connection.set_vring_fd(Request::SetVringKick, 0, endless.as_fd()).unwrap();
+        // The first kicks are heard at once. Then each look is followed by a pause.
+        let mut before = work(&rig).0;
+        until("the worker looks less often", || {
+            std::thread::sleep(Duration::from_millis(200));
+            let now = work(&rig).0;
+            now - std::mem::replace(&mut before, now) < 100
+        });
+        assert_eq!(rig.server.connections(), 1);
+    }
+
     fn an_idle_guest_costs_nothing(kind) {
         let rig = rig(kind);
         let mut guest = rig.guest();

@@ -191,8 +191,9 @@ impl Plan {
     /// As [`Note::read`]; the system's.
     pub(crate) async fn remove_own<F: Files>(&self, files: &F, disk: &Path) -> Result<()> {
         match Self::read(files, disk).await? {
-            Some(there) if there != *self => Ok(()),
-            _ => Self::remove(files, disk).await,
+            Some(there) if there == *self => Self::remove(files, disk).await,
+            // Also of a file that Spile has not made.
+            _ => Ok(()),
         }
     }
 

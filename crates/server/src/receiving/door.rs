@@ -81,13 +81,13 @@ impl Door {
         match order {
             Order::Begin { id, size_bytes } => {
                 refuse_link(&receiver.disk(name)?)?;
-                let is_new = house.reserve(name, id, wanted.peer)?;
+                let is_new = house.reserve(name, id, wanted.peer).await?;
                 let begun = receiver.begin(name, id, size_bytes).await.map_err(refused);
                 begun.inspect_err(|_| self.give_back(name, is_new))?;
             }
             Order::BeginInChain { id, size_bytes, image } => {
                 refuse_link(&receiver.disk(name)?)?;
-                let has_place = house.reserve(name, id, wanted.peer)?;
+                let has_place = house.reserve(name, id, wanted.peer).await?;
                 let begun = Box::pin(receiver.begin_in_chain(name, id, size_bytes, &image)).await.map_err(refused);
                 let (_, is_new) = begun.inspect_err(|_| self.give_back(name, has_place))?;
                 if is_new {

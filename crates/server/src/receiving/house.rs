@@ -27,7 +27,7 @@ use crate::serving::failed_syncs;
 use crate::serving::trouble;
 
 use super::Tools;
-use super::quota::{ABANDONED, Quota};
+use super::quota::{ABANDONED, ABANDONED_WHEN_FULL, Quota};
 
 /// How long a disk that is busy is waited for.
 const BUSY_PATIENCE: Duration = Duration::from_secs(5);
@@ -304,11 +304,22 @@ impl House {
         }
     }
 
-    /// Gives `peer` a place for the half-made image of the disk `name`, unless there is one already. True when it gets a new one.
+    /// Gives `peer` a place for the half-made image of the disk `name`, unless there is one already. True when it gets a new one. When all are taken, those
+    /// that nobody uses go earlier.
     ///
     /// # Errors
     /// `Exhausted`; those of looking at the folder.
-    pub fn reserve(&self, name: &str, id: Identity, peer: Peer) -> Result<bool> {
+    pub async fn reserve(&self, name: &str, id: Identity, peer: Peer) -> Result<bool> {
+        match self.reserve_now(name, id, peer) {
+            Err(error) if error.kind() == ErrorKind::Exhausted => {
+                self.drop_abandoned(ABANDONED_WHEN_FULL, || {}).await;
+                self.reserve_now(name, id, peer)
+            }
+            reserved => reserved,
+        }
+    }
+
+    fn reserve_now(&self, name: &str, id: Identity, peer: Peer) -> Result<bool> {
         let half = names::receiving(&self.receiver().disk(name)?);
         let folder = Folder::open(&self.folder)?;
         let names = folder.list().map_err(|e| Error::io("cannot be read", e).at_path(&self.folder))?;
@@ -323,17 +334,19 @@ impl House {
     pub async fn sweep(&self) {
         let is_in_use = relock(&self.rooms).values().any(|room| room.open().is_some());
         if !is_in_use {
-            self.drop_abandoned(ABANDONED).await;
+            self.drop_abandoned(ABANDONED, || {}).await;
         }
     }
 
-    async fn drop_abandoned(&self, age: Duration) {
+    /// Calls `done` after each.
+    async fn drop_abandoned(&self, age: Duration, done: impl Fn()) {
         for name in self.quota.abandoned(age) {
             let room = self.room(&name);
             if let Err(error) = self.drop_one(&room, age).await {
                 tracing::warn!("{name:?}: what was begun and not gone on with stays: {error}");
             }
             self.leave(room);
+            done();
         }
     }
 
@@ -347,14 +360,14 @@ impl House {
         }
     }
 
-    /// Removes the halves that were begun and never used. Waits for `bound` at most.
+    /// Removes the halves that were begun and never used. Waits for `bound` at most for each.
     pub fn remove_unused(self: &Arc<Self>, bound: Duration) {
         let ((sender, removed), house) = (mpsc::channel(), self.clone());
         self.engine.spawn_on(0, move || async move {
-            house.drop_abandoned(Duration::ZERO).await;
-            let _ = sender.send(());
+            house.drop_abandoned(Duration::ZERO, || drop(sender.send(()))).await;
         });
-        let _ = removed.recv_timeout(bound);
+        // Until the sender is gone, or nothing comes.
+        while removed.recv_timeout(bound).is_ok() {}
     }
 
     /// The last link of the half `name` does not come again.

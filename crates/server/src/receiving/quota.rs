@@ -14,6 +14,8 @@ const MOST_IN_ALL: usize = 256;
 const MOST_OF_PEER: usize = 128;
 /// A half to which no link has come for so long is given up: whoever has begun it comes with one at once, or compares parents first.
 pub(super) const ABANDONED: Duration = Duration::from_secs(600);
+/// And for so long, when there is no place for another one.
+pub(super) const ABANDONED_WHEN_FULL: Duration = Duration::from_secs(60);
 
 /// The halves that were begun by orders to this process, by the disks' names.
 #[derive(Default)]

@@ -174,6 +174,14 @@ impl Served {
         self.wait()
     }
 
+    /// SIGTERM, and waits for the end; also what it has said on stderr.
+    pub fn terminate_and_hear(mut self) -> (ExitStatus, String) {
+        self.signal(Signal::SIGTERM);
+        let (status, mut said) = (self.wait(), String::new());
+        let _ = self.child.stderr.as_mut().expect("piped").read_to_string(&mut said);
+        (status, said)
+    }
+
     /// SIGKILL, and waits for the end.
     pub fn kill(mut self) {
         self.child.kill().expect("the server lives");
