@@ -18,11 +18,8 @@ mod data_file_life;
 mod docs;
 mod failed_sync;
 mod family;
-<<<<<<< HEAD
 mod file_size;
-=======
 mod foreign;
->>>>>>> work5
 mod full_disk;
 mod gc;
 mod given_up;
