@@ -364,7 +364,7 @@ impl House {
     pub fn remove_unused(self: &Arc<Self>, bound: Duration) {
         let ((sender, removed), house) = (mpsc::channel(), self.clone());
         self.engine.spawn_on(0, move || async move {
-            house.drop_abandoned(Duration::ZERO, || sender.send(()).unwrap()).await;
+            house.drop_abandoned(Duration::ZERO, || _ = sender.send(())).await;
         });
         // Until the sender is gone, or nothing comes.
         while removed.recv_timeout(bound).is_ok() {}

@@ -87,18 +87,22 @@ impl Begun {
 mod tests {
     use super::*;
 
+    fn process(pid: i32) -> Peer {
+        Peer::Process { uid: 0, pid }
+    }
+
     #[test]
     fn each_peer_has_so_many_places_and_used_ones_are_not_given_up() {
         let (quota, id) = (Quota::default(), Identity([1; 16]));
         let reserve = |number: usize, peer| quota.reserve(&format!("d{number}"), id, peer, 0);
-        (0..MOST_OF_PEER).for_each(|number| reserve(number, Peer::Process(1)).unwrap());
-        assert_eq!(reserve(MOST_OF_PEER, Peer::Process(1)).unwrap_err().kind(), ErrorKind::Exhausted);
-        reserve(MOST_OF_PEER, Peer::Process(2)).unwrap();
-        reserve(0, Peer::Process(1)).expect("one that is begun again takes no other place");
-        assert_eq!(quota.reserve("e", id, Peer::Process(3), MOST_IN_ALL).unwrap_err().kind(), ErrorKind::Exhausted);
+        (0..MOST_OF_PEER).for_each(|number| reserve(number, process(1)).unwrap());
+        assert_eq!(reserve(MOST_OF_PEER, process(1)).unwrap_err().kind(), ErrorKind::Exhausted);
+        reserve(MOST_OF_PEER, process(2)).unwrap();
+        reserve(0, process(1)).expect("one that is begun again takes no other place");
+        assert_eq!(quota.reserve("e", id, process(3), MOST_IN_ALL).unwrap_err().kind(), ErrorKind::Exhausted);
         quota.note_used("d7");
         quota.forget("d8");
-        reserve(1000, Peer::Process(1)).unwrap();
+        reserve(1000, process(1)).unwrap();
         assert!(quota.abandoned(ABANDONED).is_empty());
         let abandoned = quota.abandoned(Duration::ZERO);
         assert_eq!(abandoned.len(), MOST_OF_PEER);

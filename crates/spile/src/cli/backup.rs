@@ -200,7 +200,7 @@ pub fn run(args: &BackupArgs) -> Result<Exit> {
     let left: fn(&Job) -> String = if is_new { |_| was_stopped(true) } else { |_| was_stopped(false) };
     let words = Words { doing: "copying", again: "if the server has ended, begin the backup anew", left };
     let waiting = Waiting::begin()?;
-    match waiting.to_the_end(server, begin()?.jobs, &words)? {
+    match waiting.until_over(server, begin()?.jobs, &words)? {
         Ended::Done(jobs) => show(args, JobList { jobs }),
         Ended::Stopped(signal) => Ok(Exit::Ended(signal)),
     }

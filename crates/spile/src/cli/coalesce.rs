@@ -141,7 +141,7 @@ pub(super) fn run(args: &JobArgs, new: NewJob) -> Result<Exit> {
         return show(args, &begin()?);
     }
     let waiting = Waiting::begin()?;
-    match waiting.to_the_end(&socket, vec![begin()?], &WORDS)? {
+    match waiting.until_over(&socket, vec![begin()?], &WORDS)? {
         Ended::Done(jobs) => jobs.iter().try_for_each(|job| show(args, job).map(drop)).map(|()| Exit::Ok),
         Ended::Stopped(signal) => Ok(Exit::Ended(signal)),
     }

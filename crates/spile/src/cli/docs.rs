@@ -37,7 +37,7 @@ pub fn completions(args: &CompletionsArgs) -> Result<Exit> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut help::command(), "spile", &mut script);
     let names = complete::names_in(args.shell);
-    say_lines(&format!("{}{names}", String::from_utf8_lossy(&script).trim_end()));
+    say_lines(format!("{}{names}", String::from_utf8_lossy(&script).trim_end()));
     Ok(Exit::Ok)
 }
 

@@ -101,18 +101,18 @@ impl Waiting {
     ///
     /// # Errors
     /// That of the first job that has failed, when all are over; the server's when it does not answer.
-    pub fn to_the_end(self, socket: &Path, jobs: Vec<Job>, words: &Words) -> Result<Ended> {
+    pub fn until_over(self, socket: &Path, jobs: Vec<Job>, words: &Words) -> Result<Ended> {
         self.0.have_begun(socket, jobs.iter().map(|job| job.id.clone()).collect());
         let (mut done, mut failed, mut stopped) = (Vec::new(), None, None);
         for job in jobs {
             let job = self.0.wait_for(socket, job, words)?;
-            match (outcome(job), self.0.told.get()) {
-                (Ok(job), _) => done.push(job),
-                (Err((job, _)), Some((signal, _))) if job.error.is_none() => {
+            match (failure(&job), self.0.told.get()) {
+                (None, _) => done.push(job),
+                (Some(_), Some((signal, _))) if job.error.is_none() => {
                     complain(format_args!("{}: the {} {}", job.disk, job.kind, (words.left)(&job)));
                     stopped = Some(*signal);
                 }
-                (Err((_, error)), _) => failed = failed.or(Some(error)),
+                (Some(error), _) => failed = failed.or(Some(error)),
             }
         }
         match (failed, stopped) {
@@ -192,10 +192,10 @@ fn show(bar: &Progress, job: &Job) {
     bar.set_position(job.done_bytes);
 }
 
-/// A job that is done; or one that is over otherwise, and why.
-fn outcome(job: Job) -> Result<Job, (Job, Error)> {
-    let error = match (&job.error, job.state.as_str()) {
-        (None, "done") => return Ok(job),
+/// Why a job that is over is not done; `None` when it is.
+fn failure(job: &Job) -> Option<Error> {
+    Some(match (&job.error, job.state.as_str()) {
+        (None, "done") => return None,
         (Some(error), _) => Failure { error: error.clone() }.into_error(),
         (None, "stopped") => {
             let what = "the job was stopped: its disk was detached, or its server has ended";
@@ -205,8 +205,7 @@ fn outcome(job: Job) -> Result<Job, (Job, Error)> {
             })
         }
         (None, state) => was_cancelled(&job.kind, state),
-    };
-    Err((job, error))
+    })
 }
 
 /// The error that a job did not come to its end, because its users did not want it.

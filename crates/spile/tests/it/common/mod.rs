@@ -247,7 +247,7 @@ pub fn load_at_work(options: Options) -> JoinHandle<LoadOutcome> {
     let options = Options { report_every: Duration::from_millis(10), ..options };
     let (tell, is_at_work) = mpsc::channel();
     let running = std::thread::spawn(move || {
-        let told = |so_far: Progress| drop((so_far.writes >= 500).then(|| tell.send(())));
+        let told = |so_far: Progress| _ = (so_far.writes >= 500).then(|| tell.send(()));
         load::run(&options, told).unwrap()
     });
     let _ = is_at_work.recv();
