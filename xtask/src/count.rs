@@ -21,8 +21,7 @@
 //! io_uring does not work under every valgrind, so the threads engine runs; on this path only its way to sleep differs.
 //! Reads are of 512 bytes, because some machines count a long fill with zeroes as one instruction a byte.
 //!
-//! The figures are kept in `xtask/counts/SET.json`; with `--tests`, those of the build of the tests, which is there when they run, in
-//! `xtask/counts/tests/SET.json`. Growth beyond the set's tolerance is a failure. A figure that shrinks by more is
+//! The figures are kept in `xtask/counts/SET.json`. Growth beyond the set's tolerance is a failure. A figure that shrinks by more is
 //! reported, so that somebody runs `cargo xtask count --update`. Another compiler makes other code: then growth is a skip. A set
 //! may also have bounds: one figure is at most so many times another one.
 
@@ -30,7 +29,6 @@ mod calls;
 mod kept;
 mod programs;
 
-use crate::peer::Build;
 use crate::{Result, shell};
 use kept::{Kept, Outcome};
 use programs::Programs;
@@ -252,8 +250,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
         return Err(format!("there is no set `{other}`; there are {}", names.join(", ")));
     }
     let sets: Vec<&Set> = SETS.iter().filter(|set| asked.contains(&set.name)).collect();
-    let build = if shell::flag(arguments, "--tests") { Build::Tests } else { Build::Release };
-    let programs = Programs::new(build)?;
+    let programs = Programs::new()?;
     let mut whole = Outcome::default();
     for set in sets {
         if let Some(why) = hindrance(set.unit) {
@@ -263,9 +260,9 @@ pub fn run(arguments: &[String]) -> Result<()> {
         let count = |case: &Case| Ok((case.name, programs.count(case, set.unit)?));
         let counted: BTreeMap<&str, u64> = set.cases.iter().map(count).collect::<Result<_>>()?;
         match shell::flag(arguments, "--update") {
-            true => kept::keep(set, build, &counted)?,
+            true => kept::keep(set, &counted)?,
             false => {
-                whole.add(kept::compare(set, &counted, &Kept::read(set, build)?, &kept::rustc()?));
+                whole.add(kept::compare(set, &counted, &Kept::read(set)?, &kept::rustc()?));
                 whole.add(kept::check_bounds(set, &counted));
             }
         }
@@ -305,8 +302,8 @@ mod tests {
 
     #[test]
     fn every_case_is_kept() {
-        for (set, build) in SETS.iter().flat_map(|set| [(set, Build::Release), (set, Build::Tests)]) {
-            let kept = Kept::read(set, build).expect("the file is in the repository").figures;
+        for set in SETS {
+            let kept = Kept::read(set).expect("the file is in the repository").figures;
             let names: Vec<&str> = kept.keys().map(String::as_str).collect();
             let mut cases: Vec<&str> = set.cases.iter().map(|case| case.name).collect();
             cases.sort_unstable();

@@ -1,4 +1,4 @@
-"""The base of tests on Xen: one host for all tests of a run, and a new one after a test that failed.
+"""The base of tests on Xen: one host for all tests of a run (but those of moves), and a new one after a test that failed.
 
 A class adds what it needs to that host: `images` returns files for the host's disk, `prepare` is called on the host before
 the first test of the class, `compare_images` looks at the disk when the host has ended (test_xen_written.py).
@@ -43,6 +43,20 @@ class XenTest(unittest.TestCase):
             host.close()
         if XenTest.folder:
             shutil.rmtree(XenTest.folder, ignore_errors=True)
+
+    @classmethod
+    def finish(cls):
+        """Ends the host in order, if one runs, and looks at what it has left in the images."""
+        if XenTest.running is None:
+            return
+        try:
+            for each in cls.that_define("stop_backend"):
+                each.stop_backend()
+            XenTest.running.leave()
+            for each in cls.that_define("compare_images"):
+                each.compare_images()
+        finally:
+            cls.drop()
 
     @classmethod
     def start(cls):

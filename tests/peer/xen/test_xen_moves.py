@@ -63,6 +63,8 @@ class XenMoves(ServedTest):
             raise unittest.SkipTest("needs spile move")
         need("openssl")
         super().setUpClass()
+        # Two guests with a disk each, and a second host in a namespace: a first domain of its own has room for them.
+        cls.finish()
 
     @classmethod
     def images(cls, folder):

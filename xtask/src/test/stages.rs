@@ -13,41 +13,36 @@ use std::process::Command;
 pub fn all() -> Vec<Vec<Vec<Stage>>> {
     let mut checks = quick_checks();
     checks.push(tally("deny", own(&["deny"])));
-    let built = vec![build(&WORKSPACE)];
-    let served = vec![tally("served", counted(count::SERVED))];
-    vec![vec![checks], vec![built], vec![rust_tests(&WORKSPACE), programs()], vec![machines(), peers()], vec![served]]
+    let built = vec![build(&WORKSPACE), whole("release", peer::release_build())];
+    let served = vec![tally("served", own(&["count", "--only", count::SERVED]))];
+    vec![vec![checks], vec![built], vec![rust_tests(&WORKSPACE)], vec![peers()], vec![machines(), programs()], vec![served]]
 }
 
 const WORKSPACE: [&str; 1] = ["--workspace"];
 
-/// The tests against other programs.
+/// The first thing that a user runs, and the tests against other programs.
 fn peers() -> Vec<Stage> {
-    let words = ["peer", "iotests", "guest"];
-    let commands = [Build::Tests.peers(&[]), Build::Tests.iotests(), Build::Tests.folder_of_peers("guest")];
-    words.into_iter().zip(commands).map(|(name, command)| tally(name, command)).collect()
+    let build = Build::Release;
+    vec![
+        whole("demo", demo()),
+        tally("peer", build.peers(&[])),
+        tally("iotests", build.iotests()),
+        tally("soak", build.short_soak()),
+        tally("guest", build.folder_of_peers("guest")),
+    ]
 }
 
 /// Those with an emulated host.
 fn machines() -> Vec<Stage> {
-    vec![tally("xen", Build::Tests.folder_of_peers("xen"))]
+    vec![tally("xen", Build::Release.folder_of_peers("xen"))]
 }
 
-/// The first thing that a user runs, and what is counted and measured. What a program that counts alone needs is the same
-/// whatever else the machine does. Of the benchmarks nobody reads the figures here: they are to run to their end.
+/// What is counted and measured. What a program that counts alone needs is the same whatever else the machine does. Of the
+/// benchmarks nobody reads the figures here: they are to run to their end.
 fn programs() -> Vec<Stage> {
-    let mut stages = vec![whole("demo", demo()), tally("count", counted(count::ALONE))];
-    stages.extend(["bench", "bench-vhost", "bench-life"].map(|name| {
-        let mut command = own(&[name, "--quick"]);
-        command.env("SPILE_BIN", Build::Tests.spile());
-        whole(name, command)
-    }));
-    stages.push(tally("soak", Build::Tests.short_soak()));
+    let mut stages = vec![tally("count", own(&["count", "--only", count::ALONE]))];
+    stages.extend(["bench", "bench-vhost", "bench-life"].map(|name| whole(name, own(&[name, "--quick"]))));
     stages
-}
-
-/// Counts what the tests' build needs.
-fn counted(sets: &str) -> Command {
-    own(&["count", "--tests", "--only", sets])
 }
 
 /// The long versions: `cargo xtask test-long`.
@@ -58,7 +53,6 @@ pub fn long() -> Vec<Stage> {
         tally("peer", peer::long(release.peers(&[]))),
         tally("guest", peer::long(release.folder_of_peers("guest"))),
         tally("xen", peer::long(release.folder_of_peers("xen"))),
-        tally("count", own(&["count"])),
         whole("sim", own(&["sim"])),
         whole("fuzz", own(&["fuzz"])),
         tally("soak", release.long_soak()),
@@ -82,7 +76,7 @@ fn whole(name: &'static str, command: Command) -> Stage {
 
 /// The first thing that a user runs, made short.
 fn demo() -> Command {
-    let mut command = Command::new(Build::Tests.spile());
+    let mut command = Command::new(Build::Release.spile());
     command.args(["demo", "--seconds", "2", "--span", "128M"]).current_dir(shell::root());
     command
 }
