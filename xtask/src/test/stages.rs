@@ -15,7 +15,14 @@ pub fn all() -> Vec<Vec<Vec<Stage>>> {
     checks.push(tally("deny", own(&["deny"])));
     let built = vec![build(&WORKSPACE), whole("release", peer::release_build())];
     let served = vec![tally("served", own(&["count", "--only", count::SERVED]))];
-    vec![vec![checks], vec![built], vec![rust_tests(&WORKSPACE)], vec![peers()], vec![machines(), programs()], vec![served]]
+    vec![
+        vec![checks],
+        vec![built],
+        vec![rust_tests(&WORKSPACE)],
+        vec![peers()],
+        vec![machines(), programs()],
+        vec![served],
+    ]
 }
 
 const WORKSPACE: [&str; 1] = ["--workspace"];
