@@ -16,6 +16,7 @@ mod data_file_life;
 mod docs;
 mod failed_sync;
 mod family;
+mod foreign_folder;
 mod full_disk;
 mod gc;
 mod given_up;
