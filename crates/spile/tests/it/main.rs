@@ -20,6 +20,7 @@ mod failed_sync;
 mod family;
 mod file_size;
 mod foreign;
+mod foreign_folder;
 mod full_disk;
 mod gc;
 mod given_up;
