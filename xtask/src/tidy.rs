@@ -36,6 +36,7 @@ pub fn run(_arguments: &[String]) -> Result<()> {
     let sources = read_sources(&root)?;
     let mut findings = rust_findings(&sources, &metadata);
     findings.extend(arrows::check(&metadata));
+    findings.extend(paths::check_exceptions(&root));
     findings.extend(text_findings(&root)?);
     findings.sort();
     for finding in &findings {

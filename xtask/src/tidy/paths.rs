@@ -84,7 +84,7 @@ const fn exception(file: &'static str, most: usize, why: &'static str) -> Except
 const KERNEL: &str = "files of the kernel, below /proc, /sys and /dev";
 const OPERATOR: &str = "files that the operator names for this command alone, in no tenant's folder";
 const OWN: &str = "the run folder and other folders of Spile's own";
-const LOOK: &str = "a look that decides nothing: what it finds is looked at again by descriptor";
+const BEFORE: &str = "calls that are older than this rule: they may become fewer, and no more";
 
 include!("paths_allowed.rs");
 
