@@ -36,7 +36,8 @@ impl HalfMade {
     /// The system's.
     pub fn begin(dst: &Path) -> Result<Self> {
         let failed = |source| Error::io("cannot make a file here", source).at_path(dst);
-        let (folder, name) = Folder::of(dst)?;
+        let unreached = |e: Error| Error::new(e.kind(), "its folder cannot be opened").caused_by(e).at_path(dst);
+        let (folder, name) = Folder::of(dst).map_err(unreached)?;
         let unnamed = if has_descriptor_paths() { folder.create_unnamed(MODE) } else { Err(Errno::OPNOTSUPP.into()) };
         match unnamed {
             Ok(file) => Ok(Self { file, folder, name, temporary: None }),

@@ -95,7 +95,10 @@ fn another_format_is_named_and_is_no_corruption() {
             assert!(fails(dir, 2, &["info", disk, "--format", format]).contains(says));
         }
     }
-    assert!(ok(dir, &["checkpoint", "a.raw"]).contains("monday"), "a repair of something else has removed it");
+    assert!(
+        ok(dir, &["checkpoint", "a.raw", "--list"]).contains("monday"),
+        "a repair of something else has removed it"
+    );
 }
 
 #[test]

@@ -34,8 +34,10 @@ fn no_command_prints_a_name_that_steers_a_terminal() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let other = format!("2{HOSTILE}");
-    let disk = ["create", HOSTILE, "--size", "1M"];
-    assert_tame(&disk, &ok(dir, &disk));
+    let refused = ["create", HOSTILE, "--size", "1M"];
+    assert_tame(&refused, &fails(dir, 2, &refused));
+    ok(dir, &["create", "tame.vhd", "--size", "1M"]);
+    fs::rename(dir.join("tame.vhd"), dir.join(HOSTILE)).unwrap();
     let commands: [&[&str]; 19] = [
         &["info", HOSTILE],
         &["check", HOSTILE],

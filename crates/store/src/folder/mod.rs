@@ -218,7 +218,7 @@ impl Folder {
     pub fn sync(&self) -> io::Result<()> {
         match self.readable() {
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Err(io::ErrorKind::Unsupported.into()),
-            opened => Ok(rustix::fs::fsync(opened?)?),
+            opened => File::from(opened?).sync_all(),
         }
     }
 
