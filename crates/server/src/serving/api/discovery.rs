@@ -266,7 +266,8 @@ pub fn find_server(text: &str) -> Result<PathBuf> {
         return Ok(text.into());
     }
     let folder = folder()?;
-    let named = folder.join(format!("{}.{EXTENSION}", short_name(&folder, text, EXTENSION)));
+    let name = text.strip_suffix(".control").unwrap_or(text);
+    let named = folder.join(format!("{}.{EXTENSION}", short_name(&folder, name, EXTENSION)));
     if is_socket(&named) { Ok(named) } else { find_disk(text).map(|(socket, _)| socket) }
 }
 
