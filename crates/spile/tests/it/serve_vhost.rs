@@ -31,7 +31,7 @@ fn what_makes_no_sense_is_refused_with_a_reason_and_leaves_nothing_behind() {
         (&["--vhost-user", "v", "--queues", "0"], 2, "--queues"),
         (&["--vhost-user", "v", "--queues", "257"], 2, "--queues"),
         (&["--vhost-user", "v", "--poll", "10001"], 2, "--poll"),
-        (&["--vhost-user", "v", "--takeover"], 2, "--control"),
+        (&["--vhost-user", "v", "--control", "none", "--takeover"], 2, "--control"),
         (&[], 2, "there is nowhere to listen (say --vhost-user PATH"),
         (&["--control", "c"], 2, "there is nowhere to listen"),
         (&["--control", "c", "--takeover"], 2, "there is nowhere to listen"),
