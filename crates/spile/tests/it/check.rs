@@ -49,10 +49,10 @@ fn a_parent_that_is_missing_is_no_corruption_of_its_child() {
 fn what_the_options_do_not_open_is_no_corruption() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    fs::create_dir(dir.join("base")).unwrap();
+    ["base", "own"].map(|folder| fs::create_dir(dir.join(folder)).unwrap());
     ok(dir, &["create", "apart.qcow2", "--size", "1M", "--data-file", "apart.raw"]);
     ok(dir, &["create", "base/p.vhd", "--size", "1M"]);
-    ok(dir, &["create", "c.vhd", "--parent", "base/p.vhd", "--allow-parents", "base"]);
+    ok(dir, &["create", "own/c.vhd", "--parent", "base/p.vhd", "--allow-parents", "base"]);
     ok(dir, &["create", "p.raw", "--size", "1M"]);
     ok(dir, &["create", "unnamed.qcow2", "--parent", "p.raw"]);
     let bytes = fs::read(dir.join("unnamed.qcow2")).unwrap();
@@ -60,7 +60,7 @@ fn what_the_options_do_not_open_is_no_corruption() {
     patch(&dir.join("unnamed.qcow2"), at, &[1; 4]);
     for (disk, word, option) in [
         ("apart.qcow2", "--allow-data-file", "--allow-data-file"),
-        ("c.vhd", "--allow-parents", "--allow-parents=base"),
+        ("own/c.vhd", "--allow-parents", "--allow-parents=base"),
         ("unnamed.qcow2", "--backing-format", "--backing-format=raw"),
     ] {
         let (code, told) = checked(dir, &[disk]);
