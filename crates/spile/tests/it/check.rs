@@ -49,7 +49,7 @@ fn a_parent_that_is_missing_is_no_corruption_of_its_child() {
 fn what_the_options_do_not_open_is_no_corruption() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    ["base", "own"].map(|folder| fs::create_dir(dir.join(folder)).unwrap());
+    ["base", "own"].iter().for_each(|folder| fs::create_dir(dir.join(folder)).unwrap());
     ok(dir, &["create", "apart.qcow2", "--size", "1M", "--data-file", "apart.raw"]);
     ok(dir, &["create", "base/p.vhd", "--size", "1M"]);
     ok(dir, &["create", "own/c.vhd", "--parent", "base/p.vhd", "--allow-parents", "base"]);

@@ -37,7 +37,7 @@ impl Beside {
     /// Exchanges two names.
     fn exchanging(dir: &Path, a: &str, b: &str) -> Self {
         let [a, b] = [a, b].map(|name| dir.join(name));
-        Self::again(move || drop(renameat_with(CWD, &a, CWD, &b, RenameFlags::EXCHANGE)))
+        Self::again(move || _ = renameat_with(CWD, &a, CWD, &b, RenameFlags::EXCHANGE))
     }
 }
 
