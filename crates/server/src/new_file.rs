@@ -161,7 +161,9 @@ impl HalfMade {
 
     /// An error about the path of the half-made disk, changed to one about the name that the user knows.
     pub fn told_as(&self, dst: &Path, error: Error) -> Error {
-        if error.path() != Some(&self.path()) {
+        // A file without a name is opened by its descriptor, whose path is told as the kernel resolves it.
+        let resolved = format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd());
+        if error.path().is_none_or(|path| path != self.path() && path != Path::new(&resolved)) {
             return error;
         }
         let mut told = Error::new(error.kind(), error.message()).at_path(dst);

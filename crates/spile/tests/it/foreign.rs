@@ -29,6 +29,12 @@ fn assert_tame(args: &[&str], text: &str) {
     assert!(!text.lines().any(|line| line.starts_with("sound")), "{args:?}: a name makes a line: {text:?}");
 }
 
+/// A disk with a name that no command gives, but a stranger may.
+fn make_hostile(dir: &Path) {
+    ok(dir, &["create", "tame.vhd", "--size", "1M"]);
+    fs::rename(dir.join("tame.vhd"), dir.join(HOSTILE)).unwrap();
+}
+
 #[test]
 fn no_command_prints_a_name_that_steers_a_terminal() {
     let dir = tempfile::tempdir().unwrap();
@@ -36,8 +42,7 @@ fn no_command_prints_a_name_that_steers_a_terminal() {
     let other = format!("2{HOSTILE}");
     let refused = ["create", HOSTILE, "--size", "1M"];
     assert_tame(&refused, &fails(dir, 2, &refused));
-    ok(dir, &["create", "tame.vhd", "--size", "1M"]);
-    fs::rename(dir.join("tame.vhd"), dir.join(HOSTILE)).unwrap();
+    make_hostile(dir);
     let commands: [&[&str]; 19] = [
         &["info", HOSTILE],
         &["check", HOSTILE],
@@ -68,7 +73,7 @@ fn no_command_prints_a_name_that_steers_a_terminal() {
 fn no_command_prints_the_name_of_a_served_disk_that_steers_a_terminal_and_json_stays_exact() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    ok(dir, &["create", HOSTILE, "--size", "1M"]);
+    make_hostile(dir);
     let served = Served::start(dir, &[HOSTILE, "--control", "c"]);
     let commands: [&[&str]; 6] = [
         &["ls", "c"],

@@ -32,7 +32,7 @@ pub(super) fn clone(world: &World, round: u32) -> Result<Seen> {
     create(&disk, world.parameters.cloned_bytes)?;
     let live = Live::start(world.sockets, std::slice::from_ref(&disk), None)?;
     live.scatter(0, 64 << 10, CLONED_WRITES, 1)?;
-    let parent = world.images.join("parent.qcow2");
+    let parent = world.images.join("disk-parent.qcow2");
     live.snapshot("parent")?;
     live.scatter(0, 64 << 10, CLONED_WRITES, 2)?;
     let (quiet, used) = in_turns(
