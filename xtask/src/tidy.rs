@@ -6,6 +6,7 @@
 mod arrows;
 mod docs;
 mod mods;
+mod paths;
 mod rules;
 mod source;
 
@@ -54,6 +55,7 @@ fn rust_findings(sources: &[Source], metadata: &arrows::Metadata) -> Vec<Finding
         findings.extend(rules::file_length(source));
         findings.extend(rules::allows_unsafe(source));
         findings.extend(rules::left_open(source));
+        findings.extend(paths::check(source));
         if metadata.is_crate_root(&source.path) {
             findings.extend(rules::forbids_unsafe(source));
         }

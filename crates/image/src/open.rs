@@ -115,7 +115,8 @@ async fn open_there<F: Files>(files: &F, at: &Locator, mode: OpenMode) -> Result
     let store = files.open(at, mode).await?;
     match at.as_path() {
         Some(path) if store.path() != path => {
-            let what = format!("a link was put into this path while it was opened, and leads to {}", store.path().display());
+            let what =
+                format!("a link was put into this path while it was opened, and leads to {}", store.path().display());
             Err(Error::new(ErrorKind::Denied, what).at_path(path).hint("see who changes the folder"))
         }
         _ => Ok(store),

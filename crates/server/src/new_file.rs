@@ -1,21 +1,32 @@
 //! A disk that is being made: a file without a name, which gets one when the disk is complete.
 
+use std::ffi::OsString;
 use std::fs::File;
-use std::io::ErrorKind as IoKind;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt as _, PermissionsExt as _, fchown};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags, linkat, open, renameat_with};
+use rustix::fs::{FileType, Mode};
 use rustix::io::Errno;
 use spile_core::{Error, ErrorKind, Result, ResultExt};
-use spile_store::OsFiles;
+use spile_store::{FileId, Folder, OsFiles};
+
+/// False where /proc is not mounted: then a file without a name can be opened by no path, and gets none.
+fn has_descriptor_paths() -> bool {
+    Path::new("/proc/self/fd").exists()
+}
+
+/// What a new disk is made with; the umask takes its part.
+const MODE: Mode = Mode::from_raw_mode(0o666);
 
 /// The new disk. Until it is published it has no name, where the file system can do that, and ends with the process. Elsewhere it
-/// has a temporary name in its folder, which is removed when this is dropped.
+/// has a temporary name in its folder, which is removed when this is dropped. The folder is held from the beginning.
 pub struct HalfMade {
     file: File,
-    temporary: Option<PathBuf>,
+    folder: Folder,
+    /// The name that the disk gets.
+    name: OsString,
+    temporary: Option<OsString>,
 }
 
 impl HalfMade {
@@ -24,21 +35,21 @@ impl HalfMade {
     /// # Errors
     /// The system's.
     pub fn begin(dst: &Path) -> Result<Self> {
-        let folder = folder_of(dst);
-        let mode = Mode::from_raw_mode(0o666);
-        match open(folder, OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, mode) {
-            Ok(fd) => Ok(Self { file: fd.into(), temporary: None }),
+        let failed = |source| Error::io("cannot make a file here", source).at_path(dst);
+        let (folder, name) = Folder::of(dst)?;
+        let unnamed = if has_descriptor_paths() { folder.create_unnamed(MODE) } else { Err(Errno::OPNOTSUPP.into()) };
+        match unnamed {
+            Ok(file) => Ok(Self { file, folder, name, temporary: None }),
             // A kernel or file system that has no files without a name says one of these.
-            Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => Self::begin_with_name(folder).at_path(dst),
-            Err(errno) => Err(Error::io("cannot make a file here", errno.into()).at_path(dst)),
+            Err(error) => match Errno::from_io_error(&error) {
+                Some(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => {
+                    let temporary = temporary_name();
+                    let file = folder.create_with(&temporary, MODE)?;
+                    Ok(Self { file, folder, name, temporary: Some(temporary) })
+                }
+                _ => Err(failed(error)),
+            },
         }
-    }
-
-    fn begin_with_name(folder: &Path) -> Result<Self> {
-        let path = temporary_name(folder);
-        let file = File::options().read(true).write(true).create_new(true).open(&path);
-        let file = file.map_err(|e| Error::io("cannot make a file here", e))?;
-        Ok(Self { file, temporary: Some(path) })
     }
 
     /// The file itself, for what needs no image.
@@ -48,14 +59,16 @@ impl HalfMade {
 
     /// A path by which this process can open the file.
     pub fn path(&self) -> PathBuf {
-        let by_descriptor = || PathBuf::from(format!("/proc/self/fd/{}", self.file.as_raw_fd()));
-        self.temporary.clone().unwrap_or_else(by_descriptor)
+        match &self.temporary {
+            Some(name) => self.folder.path_of(name),
+            None => PathBuf::from(format!("/proc/self/fd/{}", self.file.as_raw_fd())),
+        }
     }
 
     /// What has to be done when the process ends before the disk is complete.
     pub fn clean_up(&self) -> impl FnOnce() + Send + 'static {
-        let temporary = self.temporary.clone();
-        move || drop(temporary.map(std::fs::remove_file))
+        let (folder, temporary) = (self.folder.clone(), self.temporary.clone());
+        move || drop(temporary.map(|name| folder.unlink(&name)))
     }
 
     /// Gives the disk its name, which nothing may have by now, and makes that durable.
@@ -71,21 +84,15 @@ impl HalfMade {
     ///
     /// # Errors
     /// As there.
-    pub fn name(self, dst: &Path) -> Result<()> {
-        let failed = |e: std::io::Error| match e.kind() {
-            IoKind::AlreadyExists => exists(dst),
-            _ => Error::io("cannot give the disk its name", e).at_path(dst),
+    pub fn name(mut self, dst: &Path) -> Result<()> {
+        let (folder, name) = (&self.folder, &self.name);
+        self.check_folder(dst)?;
+        let named = match &self.temporary {
+            None => folder.link(&self.file, name),
+            Some(temporary) => folder.rename((temporary, self.id()?), folder, (name, None)),
         };
-        let Some(temporary) = &self.temporary else {
-            return linkat(CWD, self.path(), CWD, dst, AtFlags::SYMLINK_FOLLOW).map_err(|e| failed(e.into()));
-        };
-        match renameat_with(CWD, temporary, CWD, dst, RenameFlags::NOREPLACE) {
-            // Not every file system can rename without replacing. A hard link does not replace either.
-            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
-                std::fs::hard_link(temporary, dst).map_err(failed)?
-            }
-            renamed => renamed.map_err(|e| failed(e.into()))?,
-        }
+        named.map_err(|error| if error.kind() == ErrorKind::Exists { exists(dst) } else { unnamed(dst, error) })?;
+        self.temporary = None;
         Ok(())
     }
 
@@ -95,27 +102,60 @@ impl HalfMade {
     /// # Errors
     /// The system's. The other file has its name then.
     pub fn replace(mut self, dst: &Path) -> Result<()> {
-        let failed = |e: std::io::Error| Error::io("cannot give the disk its name", e).at_path(dst);
-        if let (Ok(older), Ok(new)) = (std::fs::symlink_metadata(dst), self.file.metadata()) {
-            if older.uid() == new.uid() && older.gid() != new.gid() {
-                // A group that this process is not in is not given.
-                let _ = fchown(&self.file, None, Some(older.gid()));
-            }
-            let mode = new.mode() & (older.mode() | 0o600) & 0o777;
-            if older.is_file() && mode != new.mode() & 0o777 {
-                self.file.set_permissions(std::fs::Permissions::from_mode(mode)).map_err(failed)?;
-            }
-        }
+        self.check_folder(dst)?;
+        self.take_access(dst)?;
+        let id = self.id()?;
         if self.temporary.is_none() {
-            let temporary = temporary_name(folder_of(dst));
-            linkat(CWD, self.path(), CWD, &temporary, AtFlags::SYMLINK_FOLLOW).map_err(|e| failed(e.into()))?;
+            let temporary = temporary_name();
+            self.folder.link(&self.file, &temporary).map_err(|error| unnamed(dst, error))?;
             self.temporary = Some(temporary);
         }
         if let Some(temporary) = &self.temporary {
-            std::fs::rename(temporary, dst).map_err(failed)?;
+            let over = self.over(dst)?;
+            let done = self.folder.rename((temporary, id), &self.folder, (&self.name, over));
+            done.map_err(|error| unnamed(dst, error))?;
         }
         self.temporary = None;
         OsFiles::default().sync_name(dst)
+    }
+
+    /// The file that has the name now.
+    fn over(&self, dst: &Path) -> Result<Option<FileId>> {
+        self.folder.id(&self.name).map_err(|source| Error::io("cannot be found", source)).at_path(dst)
+    }
+
+    /// Nobody who might not use the file that is to be replaced may use this one. A link in its place says nothing of that.
+    fn take_access(&self, dst: &Path) -> Result<()> {
+        let failed = |e: std::io::Error| Error::io("cannot give the disk its name", e).at_path(dst);
+        let Ok(older) = self.folder.stat(&self.name) else { return Ok(()) };
+        let new = self.file.metadata().map_err(failed)?;
+        if older.st_uid == new.uid() && older.st_gid != new.gid() {
+            // A group that this process is not in is not given.
+            let _ = fchown(&self.file, None, Some(older.st_gid));
+        }
+        let is_file = FileType::from_raw_mode(older.st_mode) == FileType::RegularFile;
+        let mode = new.mode() & (older.st_mode | 0o600) & 0o777;
+        match is_file && mode != new.mode() & 0o777 {
+            true => self.file.set_permissions(std::fs::Permissions::from_mode(mode)).map_err(failed),
+            false => Ok(()),
+        }
+    }
+
+    fn id(&self) -> Result<FileId> {
+        let stat = self.file.metadata().map_err(|source| Error::io("stat", source)).at_path(&self.path())?;
+        Ok(FileId::of(&stat))
+    }
+
+    /// Refuses to give the name in a folder that was moved, or replaced, since the file was begun.
+    fn check_folder(&self, dst: &Path) -> Result<()> {
+        let is_there = self.folder.is_at_its_path();
+        match is_there.map_err(|source| Error::io("cannot be found", source)).at_path(self.folder.path())? {
+            true => Ok(()),
+            false => {
+                let what = "the folder is not at its path any more: the new file gets no name";
+                Err(Error::new(ErrorKind::NotFound, what).at_path(dst).hint("begin again"))
+            }
+        }
     }
 
     /// An error about the path of the half-made disk, changed to one about the name that the user knows.
@@ -141,15 +181,23 @@ impl HalfMade {
 
 impl Drop for HalfMade {
     fn drop(&mut self) {
-        let _ = self.temporary.take().map(std::fs::remove_file);
+        if let Some(temporary) = self.temporary.take() {
+            let _ = self.id().map(|id| self.folder.remove(&temporary, id));
+        }
     }
 }
 
-/// A name in `folder` that nothing else has.
-fn temporary_name(folder: &Path) -> PathBuf {
+fn unnamed(dst: &Path, error: Error) -> Error {
+    let what = format!("cannot give the disk its name: {}", error.message());
+    let told = Error::new(error.kind(), what).at_path(dst).caused_by(error.to_string());
+    error.hint_text().map_or_else(|| told.duplicate(), |hint| told.duplicate().hint(hint))
+}
+
+/// A name that nothing else has.
+fn temporary_name() -> OsString {
     let since_1970 = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let now_ns = since_1970.map_or(0, |time| time.as_nanos());
-    folder.join(format!(".spile-{}-{now_ns:x}.part", std::process::id()))
+    format!(".spile-{}-{now_ns:x}.part", std::process::id()).into()
 }
 
 /// The error for a name that is taken.

@@ -425,7 +425,8 @@ async fn give_up<F: Files>(
     match back {
         Ok(()) => {
             // What has failed may have happened.
-            let is_left = is_at(files, new, to).await && files.remove_file(new, to).await.is_err() && is_at(files, new, to).await;
+            let is_left =
+                is_at(files, new, to).await && files.remove_file(new, to).await.is_err() && is_at(files, new, to).await;
             let hint = || format!("the disk stays; {} could not be removed: do that", to.display());
             Err(Failure::Disk(if is_left { error.hint(hint()) } else { error }))
         }

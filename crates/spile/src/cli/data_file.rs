@@ -9,7 +9,7 @@ use spile_image::create::{NewDataFile, NewImage};
 use spile_life::names;
 use spile_server::new_file::{HalfMade, folder_of};
 use spile_server::parents::{check_place, real};
-use spile_store::{CacheMode, HostFiles, HostStore, OsFiles};
+use spile_store::{CacheMode, FileId, Folder, HostFiles, HostStore, OsFiles};
 
 use super::create::{give_name, make, publish, take_space};
 use super::options::Preallocate;
@@ -90,8 +90,10 @@ impl DataFile {
             let what = "somebody has just written to it";
             return Err(Error::new(ErrorKind::Exists, what).at_path(&self.path).hint("choose another name"));
         }
-        let file = File::options().read(true).write(true).open(&self.path);
-        let file = file.map_err(|error| Error::io("cannot be opened", error)).at_path(&self.path)?;
+        let file = Folder::find(&self.path)?.open(OpenMode::ReadWrite)?;
+        if locked.file_id() != file.metadata().ok().map(|stat| FileId::of(&stat)) {
+            return Err(spile_core::exchanged(&self.path));
+        }
         if matches!(takes, Preallocate::Falloc | Preallocate::Full) {
             space::reserve(&file, &self.path, size_bytes).inspect_err(|_| self.take_back())?;
         }
@@ -120,8 +122,10 @@ impl DataFile {
     /// Leaves what was there before.
     fn take_back(&self) {
         let _ = match self.is_there {
-            true => File::options().write(true).open(&self.path).and_then(|file| file.set_len(0)),
-            false => std::fs::remove_file(&self.path),
+            true => {
+                Folder::find(&self.path).and_then(|place| place.open(OpenMode::ReadWrite)).map(|file| file.set_len(0))
+            }
+            false => Folder::of(&self.path).map(|(folder, name)| folder.unlink(&name).map_err(std::io::Error::other)),
         };
     }
 }

@@ -17,6 +17,7 @@ mod docs;
 mod failed_sync;
 mod family;
 mod foreign;
+mod foreign_folder;
 mod full_disk;
 mod gc;
 mod given_up;
