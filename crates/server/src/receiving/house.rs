@@ -364,7 +364,10 @@ impl House {
     pub fn remove_unused(self: &Arc<Self>, bound: Duration) {
         let ((sender, removed), house) = (mpsc::channel(), self.clone());
         self.engine.spawn_on(0, move || async move {
-            house.drop_abandoned(Duration::ZERO, || drop(sender.send(()))).await;
+            let done = || {
+                let _ = sender.send(());
+            };
+            house.drop_abandoned(Duration::ZERO, done).await;
         });
         // Until the sender is gone, or nothing comes.
         while removed.recv_timeout(bound).is_ok() {}
