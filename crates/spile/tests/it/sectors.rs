@@ -12,7 +12,7 @@ use crate::common::nbd::Client;
 use crate::common::{Served, ok, run};
 
 const MIB: u64 = 1 << 20;
-const DEVICE_BYTES: u64 = 24 * MIB;
+const DEVICE_BYTES: u64 = 8 * MIB;
 /// No whole number of pages; the last sector of a device of large sectors is shared.
 const DISK_BYTES: u64 = 3 * MIB + 512;
 
@@ -112,7 +112,7 @@ fn what_measure_says_is_enough_for_a_device() {
         ("qcow2", &["--cluster-size", "512"]),
         ("qcow2", &["--cluster-size", "2M"]),
     ];
-    for mib in [1, 2, 4, 6, 8, 10] {
+    for mib in [1, 2, 8] {
         fs::write(dir.join("a.raw"), noise(mib * MIB)).unwrap();
         for (format, options) in kinds {
             let measured = crate::common::json(dir, &[&["measure", "a.raw", "--to", format][..], options].concat());
