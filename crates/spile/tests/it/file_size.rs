@@ -63,7 +63,16 @@ fn a_write_at_the_limit_of_a_files_size_waits_where_the_policy_says_so() {
         let name = format!("big.{kind}");
         ok(dir, &["create", &name, "--size", "20M"]);
         let mut command = limited(dir, 4 * MIB);
-        command.args(["serve", &format!("{name},name=big"), "--nbd", "unix:n", "--on-error", "pause", "--control", "c"]);
+        command.args([
+            "serve",
+            &format!("{name},name=big"),
+            "--nbd",
+            "unix:n",
+            "--on-error",
+            "pause",
+            "--control",
+            "c",
+        ]);
         let served = Served::spawn(&mut command, dir.join("n")).unwrap();
         let disk = || json(dir, &["ls", "c"])["disks"][0].clone();
         std::thread::scope(|scope| {
