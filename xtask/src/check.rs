@@ -14,7 +14,7 @@ use std::process::Command;
 /// The crate of the program, which imports all others.
 const PROGRAM: &str = "spile";
 
-/// Words that select the tests against other programs: one of each format, and one of each front that needs no guest.
+/// Words that select the tests against other programs: three that take seconds, over NBD and of VHD.
 const SMOKE: [&str; 3] = ["test_nbdinfo", "test_qemu_client", "OursByQemu.test_fixed"];
 
 /// Runs the checks of the crates that changed; an error when one fails.

@@ -7,8 +7,9 @@ use super::Stage;
 use super::counts::Reader;
 use super::stages::cargo;
 use crate::{bench, shell};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 
 /// Runs the tests of these packages (`--package NAME` …, or `--workspace`): by nextest where it is, else by cargo; doc
 /// tests always by cargo.
@@ -52,9 +53,13 @@ fn linted(arguments: &[&str]) -> Command {
     command
 }
 
-/// The program with which `cargo clippy` compiles.
-fn clippy_driver() -> Option<PathBuf> {
-    let sysroot = shell::output(Command::new("rustc").args(["--print", "sysroot"])).ok()?;
-    let driver = PathBuf::from(sysroot.trim()).join("bin/clippy-driver");
-    driver.is_file().then_some(driver)
+/// The program with which `cargo clippy` compiles. It is looked for once.
+fn clippy_driver() -> Option<&'static Path> {
+    static DRIVER: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let find = || {
+        let sysroot = shell::output(Command::new("rustc").args(["--print", "sysroot"])).ok()?;
+        let driver = PathBuf::from(sysroot.trim()).join("bin/clippy-driver");
+        driver.is_file().then_some(driver)
+    };
+    DRIVER.get_or_init(find).as_deref()
 }
