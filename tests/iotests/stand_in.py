@@ -22,7 +22,6 @@ Each act of Spile is a line `spile WHAT` in the file that `SPILE_IOTESTS_LOG` na
 import getopt
 import json
 import os
-import pathlib
 import re
 import signal
 import struct

@@ -144,7 +144,7 @@ class Coalesce(PeerTest):
             client.start()
             if turn == 0:
                 # So slow that neither of the kills finds a job that is over.
-                begun = spile_json(*command, "--rate", "256K")
+                begun = spile_json(*command, "--rate", "256K", "--background")
                 self.assertEqual(begun["state"], "running")
             if turn < 2:
                 time.sleep(0.4)

@@ -1,11 +1,9 @@
 """libnbd (what nbdsh is made of) as client: each command and flag of the protocol, on raw and VHD."""
 
 import errno
-import os
 import random
-import signal
 
-from support import KIB, MIB, STANDIN, PeerTest, Server, need_module, run, spile
+from support import KIB, MIB, STANDIN, PeerTest, need_module, run, spile
 
 nbd = need_module("nbd", "python3-libnbd")
 

@@ -214,9 +214,8 @@ class Reading(Qcow2):
             "encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10", image, "8M",
         )
         self.assertIn("LUKS", text(spile("info", image, ok=False).stderr))
-        # What is not read need not be damaged.
-        checked = spile("check", image, ok=False)
-        self.assertEqual((checked.returncode, "LUKS" in text(checked.stderr)), (1, True))
+        # What is not read need not be damaged: its metadata are no secret.
+        self.assertEqual(self.assertChecksAlike(image), 0)
 
     def test_snapshots_and_bitmaps_are_listed(self):
         image = self.image(seed=2)

@@ -5,7 +5,7 @@ What qemu-img reads is the truth; it checks each image after each step.
 
 import subprocess
 
-from support import MIB, need, qemu_img_json, run, spile, spile_json, text
+from support import LIMIT_S, MIB, need, qemu_img_json, run, spile, spile_json, text
 from test_qcow2 import KINDS, Qcow2
 
 # Refcounts of 1 and 2 bits have no room for the references that these turns take.

@@ -433,16 +433,17 @@ mod tests {
 
     #[test]
     fn a_connection_that_waits_for_an_answer_is_not_idle() {
-        let connections = Connections::new("test", 3, 1);
+        let connections = Connections::new("test", 4, 1);
         let greedy = [connections.enter(A).unwrap(), connections.enter(A).unwrap()];
-        let _others = [connections.enter(B).unwrap(), connections.enter(process(3)).unwrap()];
+        // The last one is in the reserve.
+        let _others = [B, process(3), process(4)].map(|peer| connections.enter(peer).unwrap());
         greedy.iter().for_each(|place| {
             was_idle(place, 0);
             place.presence.begins();
         });
-        assert!(connections.enter(B).is_none(), "a connection with a request at work is cut off");
+        assert!(connections.enter(process(5)).is_none(), "a connection with a request at work is cut off");
         greedy[1].presence.ends();
-        assert!(connections.enter(B).is_some());
+        assert!(connections.enter(process(5)).is_some());
         assert!(greedy[1].presence.is_cut() && !greedy[0].presence.is_cut());
     }
 

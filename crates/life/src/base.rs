@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use spile_core::{Error, ErrorKind, Files, OpenMode, Result};
 
 use crate::gc::Tools;
+use crate::jobs::note::is_there;
 use crate::jobs::{Merged, Note, Plan};
 use crate::names;
 
@@ -18,12 +19,13 @@ use crate::names;
 /// begun, and have failed. The storage's.
 pub async fn refuse_unfit<F: Files>(tools: &Tools<'_, F>, image: &Path, paths: &[PathBuf]) -> Result<()> {
     let refuse = |what: String, hint: String| Err(Error::new(ErrorKind::Busy, what).at_path(image).hint(hint));
-    if paths.contains(&names::gone(image)) {
+    let has = async |note: PathBuf| Result::<_>::Ok(paths.contains(&note) && is_there(tools.asking, &note).await?);
+    if has(names::gone(image)).await? {
         let hint =
             "make the clone of its child, or of another snapshot; `spile delete --undo` keeps it, if gc has not begun";
         return refuse("the image was deleted, and its child may be in it by now".to_owned(), hint.to_owned());
     }
-    if paths.contains(&names::job(image)) {
+    if has(names::job(image)).await? {
         let shown = image.display();
         let hint = format!(
             "finish it first: spile gc, or serve the disk; as a parent {shown} could not be written to any more"

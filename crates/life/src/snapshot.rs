@@ -23,6 +23,7 @@ use spile_image::layer::Layer;
 use spile_image::{Format, Graph, GraphLayer, LayerInfo, OpenOptions, check_new_child, made_layer};
 
 use crate::gone::Gone;
+use crate::jobs::note::is_there;
 use crate::names;
 use crate::recover::recover;
 use crate::work::NoteChild;
@@ -268,8 +269,8 @@ async fn check_disk<F: Files>(files: &F, graph: &Graph<F::Store>, plan: &Plan) -
 /// # Errors
 /// `Busy`.
 pub async fn refuse_job<F: Files>(files: &F, disk: &Path) -> Result<()> {
-    match files.canonical(&names::job(disk)).await {
-        Ok(_) => {
+    match is_there(files, &names::job(disk)).await? {
+        true => {
             let error = Error::new(ErrorKind::Busy, "a job on the disk's images has not come to its end");
             let hint = format!(
                 "`spile jobs` shows it while the disk is served; if it is not there, begin the same job again, or give it up: \
@@ -278,7 +279,7 @@ pub async fn refuse_job<F: Files>(files: &F, disk: &Path) -> Result<()> {
             );
             Err(error.at_path(disk).hint(hint))
         }
-        Err(_) => Ok(()),
+        false => Ok(()),
     }
 }
 

@@ -3,7 +3,6 @@
 The hosts are network namespaces. Its root, which is moved, has the verified load as well.
 """
 
-import os
 import pathlib
 import shutil
 import sys
@@ -15,7 +14,7 @@ from kernel import initramfs, kernel
 from lab import COMPLAINTS
 from machine import root_image
 from moving import LIMIT_S, Hosts, need_namespaces, recipe
-from support import MIB, STANDIN, TARGET, need, run, sha256, spile
+from support import MIB, STANDIN, TARGET, need, run, spile
 from vhost import need_server, wait_until
 
 DISK_BYTES = 256 * MIB

@@ -375,7 +375,7 @@ pub fn run_to_end(args: Vec<OsString>) -> Result<()> {
 const CHAIN_WRITE_BYTES: u32 = 64 << 10;
 
 /// A server of disks `disk0.vhd`, `disk1.vhd` and so on in `images`, each with a chain of three: a full image, `base`; one with a fourth of the
-/// disk, `middle`; and the leaf with an eighth, written here and there. With several disks the names of the images begin with the disk's.
+/// disk, `middle`; and the leaf with an eighth, written here and there. The names of the images begin with the disk's.
 ///
 /// # Errors
 /// When an image cannot be made, or the server does not start.

@@ -140,5 +140,11 @@ fn nobody_is_asked_when_the_device_has_ended() {
     let gate = world.device().gate();
     world.stop();
     assert_eq!(gate.shut().unwrap_err().kind(), ErrorKind::Shutdown);
+    // A gate that is open has nobody to ask, one that is shut has.
+    gate.let_in().unwrap();
+    world.serve();
+    hand_over(&mut world);
+    let gate = world.device().gate();
+    world.stop();
     assert_eq!(gate.let_in().unwrap_err().kind(), ErrorKind::Shutdown);
 }

@@ -419,6 +419,11 @@ pub(crate) async fn write_text<F: Files>(files: &F, path: &Path, text: &str) -> 
     store.sync().await
 }
 
+/// True when there is a note at `path`: a file of that name that Spile has not made is none.
+pub(crate) async fn is_there<F: Files>(files: &F, path: &Path) -> Result<bool> {
+    Ok(files.open_own(path, OpenMode::ReadOnly, None).await?.is_some())
+}
+
 /// What the note at `path` says; `None` when there is none, or one that is not Spile's.
 pub(crate) async fn read_text<F: Files>(files: &F, path: &Path) -> Result<Option<String>> {
     let Some(store) = files.open_own(path, OpenMode::ReadOnly, None).await? else { return Ok(None) };

@@ -4,8 +4,9 @@ use std::ffi::OsString;
 use std::io::Write;
 use std::process::ExitCode;
 
+use clap::error::ContextValue;
 use nix::sys::signal::Signal;
-use spile_core::{Error, ErrorKind, exact_json, printable_lines};
+use spile_core::{Error, ErrorKind, exact_json, printable, printable_lines};
 
 use crate::log;
 use crate::serving::api::types::Failure;
@@ -79,7 +80,8 @@ impl ErrorFormat {
     }
 
     /// Ends a command line that was not understood, or that asked for help or the version.
-    pub fn usage(self, error: &clap::Error) -> ExitCode {
+    pub fn usage(self, mut error: clap::Error) -> ExitCode {
+        make_tame(&mut error);
         let plain = error.to_string();
         if !error.use_stderr() {
             // The answer to --help or --version: it is lost when it cannot be written, unless nobody wants more of it.
@@ -101,5 +103,18 @@ impl ErrorFormat {
             self.complain(&Error::new(ErrorKind::InvalidInput, words.join(" ")));
         }
         (error.exit_code() as u8).into()
+    }
+}
+
+/// Escapes what a terminal would obey, or would end a line, in the words of the command line that `error` names.
+fn make_tame(error: &mut clap::Error) {
+    let named: Vec<_> = error.context().map(|(kind, value)| (kind, value.clone())).collect();
+    for (kind, value) in named {
+        let tame = match value {
+            ContextValue::String(word) => ContextValue::String(printable(&word)),
+            ContextValue::Strings(words) => ContextValue::Strings(words.iter().map(|word| printable(word)).collect()),
+            _ => continue,
+        };
+        error.insert(kind, tame);
     }
 }

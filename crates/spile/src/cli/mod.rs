@@ -169,7 +169,7 @@ pub fn run() -> ExitCode {
     let words = options::join_values(std::env::args_os());
     let cli = match help::command().try_get_matches_from(words).and_then(|matches| Cli::from_arg_matches(&matches)) {
         Ok(cli) => cli,
-        Err(error) => return format.usage(&error),
+        Err(error) => return format.usage(error),
     };
     if std::env::var_os("SPILE_ACCOUNTING").is_some_and(|word| word == "off") {
         spile_core::metrics::stop_counting();

@@ -309,7 +309,7 @@ fn a_refused_takeover_leaves_backups_alone() {
     };
     let (status, begun) = backup("a", "a.backup.vhd");
     assert_eq!(status / 100, 2, "{begun}");
-    let Err(said) = try_serve(dir, &[&disks[..], &["--nbd", "unix:other", "--takeover"]].concat()) else {
+    let Err(said) = try_serve(dir, &[&disks[..], &["--nbd", "unix:other", "--takeover", "--exactly"]].concat()) else {
         panic!("it has taken over")
     };
     assert!(said.contains("does not listen on nbd"), "{said}");

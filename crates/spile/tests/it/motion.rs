@@ -475,7 +475,7 @@ fn the_old_image_of_a_disk_that_was_moved_is_written_only_when_told() {
         ok(dir, &["info", &old]);
         assert!(try_serve(dir, &[&format!("{old},read-only")]).unwrap().terminate().success());
         assert!(try_serve(dir, &[&old, "--write-moved"]).unwrap().terminate().success());
-        let served = serve(dir, &[&new]);
+        let served = guests::serve(dir, &[&new, "--nbd", "unix:n"]);
         let said = fails(dir, 1, &["attach", "c", &format!("{old},name=old")]);
         assert!(said.contains(says), "{said}");
         assert!(served.terminate().success());

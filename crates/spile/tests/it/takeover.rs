@@ -362,7 +362,7 @@ fn a_tcp_port_goes_on_and_a_refused_successor_leaves_no_trace() {
     let served = serve(dir, &args);
     let uri = NbdUri::new(Address::Tcp("127.0.0.1".to_owned(), port), "");
     Client::connect(&uri).unwrap().write(0, &[5; 512], false).unwrap();
-    let err = try_serve(dir, &["d.raw", "--nbd", "unix:n", "--takeover"]).map(|_| ()).unwrap_err();
+    let err = try_serve(dir, &["d.raw", "--nbd", "unix:n", "--takeover", "--exactly"]).map(|_| ()).unwrap_err();
     assert!(err.contains(&format!("does not listen on nbd {address}")), "{err}");
     assert_eq!(names_in(dir), ["c", "d.raw"]);
     let mut served = succeed(dir, &args, served);
@@ -396,7 +396,7 @@ fn a_successor_takes_over_what_the_running_server_has() {
         next
     };
     let has = |disk: &str| {
-        let list = json(dir, &["ls", "--json"]);
+        let list = json(dir, &["ls"]);
         list["disks"].as_array().unwrap().iter().any(|served| served["name"] == disk)
     };
     let first = start(&["--metrics", &metrics]);

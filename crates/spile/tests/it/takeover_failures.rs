@@ -87,7 +87,7 @@ fn who_could_not_go_on_with_everything_is_refused_before_anything_stops() {
         (&["d.raw", "--vhost-user", "v", "--nbd", "unix:n", "--tls-cert", "x", "--tls-key", "x"], "x"),
     ];
     for (args, says) in cases {
-        let said = refused(dir, args);
+        let said = refused(dir, &[args, &["--exactly"]].concat());
         assert!(said.contains(says), "{args:?}: {said}");
         client.read(0, &mut [0; 512]).expect("NBD clients are still connected");
     }
@@ -251,7 +251,7 @@ fn a_successor_that_ends_before_anything_is_handed_over_changes_nothing() {
     let said = String::from_utf8_lossy(&sent.stdout);
     assert!(sent.status.success() && said.contains("1 passed"), "{said}");
     // It answers one request after the other, so this one comes when the first is settled.
-    let said = refused(dir, &["d.raw", "--vhost-user", "v"]);
+    let said = refused(dir, &["d.raw", "--vhost-user", "v", "--exactly"]);
     assert!(said.contains("does not listen on nbd unix:"), "{said}");
     client.read(0, &mut [0; 512]).expect("NBD clients are still connected");
     assert_eq!(queue.read(0, 512).unwrap(), [1; 512]);

@@ -80,12 +80,12 @@ pub(super) fn delete(world: &World, round: u32) -> Result<Seen> {
         let live = new_chain()?;
         beside(guest(&live), || {
             let begun = Instant::now();
-            run_to_end(command("delete", &world.images.join("middle.vhd")))?;
+            run_to_end(command("delete", &world.images.join("disk0-middle.vhd")))?;
             let delete_ms = ms(begun);
             run_to_end(command("gc", &world.images))?;
             let freed_ms = ms(begun);
             let is_left = |name: &str| world.images.join(name).exists();
-            match is_left("middle.vhd") || !is_left("base.vhd") {
+            match is_left("disk0-middle.vhd") || !is_left("disk0-base.vhd") {
                 true => Err(Error::new(ErrorKind::Io, "spile gc has not merged what was deleted")),
                 false => Ok((delete_ms, freed_ms)),
             }
