@@ -214,8 +214,8 @@ class Reading(Qcow2):
             "encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10", image, "8M",
         )
         self.assertIn("LUKS", text(spile("info", image, ok=False).stderr))
-        # What is not read need not be damaged: its metadata are no secret.
-        self.assertEqual(self.assertChecksAlike(image), 0)
+        # What is not read need not be damaged: its metadata are no secret. qemu-img wants the key all the same.
+        self.assertIn("sound", text(spile("check", image).stdout))
 
     def test_snapshots_and_bitmaps_are_listed(self):
         image = self.image(seed=2)

@@ -1,10 +1,16 @@
 //! Chains with qcow2 in them: any mix of formats, and VHDs as children of qcow2 images.
 
+use std::future::poll_fn;
 use std::path::Path;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use std::task::Poll;
 
 use crate::qcow2_image::Image;
-use crate::support::{FILE, FILE_4K, Kind, World, block_on, read, write};
-use spile_core::{Disk, ErrorKind, Extent};
+use crate::support::{FILE, FILE_4K, Kind, World, block_on, poll_once, read, write};
+use spile_core::{Disk, Epoch, ErrorKind, Extent, Segments};
 use spile_image::create::{NewImage, NewParent};
 use spile_image::formats::vhd::codec::footer::DiskType;
 use spile_image::{Format, LayerInfo, OpenOptions, describe};
@@ -25,6 +31,10 @@ fn vhd_child(world: &World, path: &str, parent: &str) {
 }
 
 fn vhd_child_on(world: &World, kind: Kind, path: &str, parent: &str) {
+    child_on(world, Format::Vhd, kind, path, parent);
+}
+
+fn child_on(world: &World, format: Format, kind: Kind, path: &str, parent: &str) {
     let info = info_of(world, parent);
     let name = Path::new(parent).file_name().unwrap().to_str().unwrap().to_owned();
     let parent = NewParent {
@@ -36,7 +46,7 @@ fn vhd_child_on(world: &World, kind: Kind, path: &str, parent: &str) {
     };
     world.files.add(path, kind);
     let new = NewImage { parent: Some(parent), ..NewImage::new(info.virtual_bytes) };
-    block_on(Format::Vhd.create(&world.files.store(path), &*world.env, &new)).unwrap();
+    block_on(format.create(&world.files.store(path), &*world.env, &new)).unwrap();
 }
 
 fn base() -> Image {
@@ -67,6 +77,42 @@ fn a_vhd_is_the_writable_child_of_a_qcow2() {
     block_on(disk.close()).unwrap();
     assert_eq!(world.files.file("/d/base.qcow2").bytes(0, bytes.len()), bytes);
     assert_eq!(read(&world.open("/d/leaf.vhd"), 0..4 * CLUSTER), content);
+}
+
+/// Requests from before the leaf was made.
+#[derive(Default)]
+struct Older(AtomicBool);
+
+impl Epoch for Older {
+    fn has_ended(&self) -> bool {
+        self.0.load(Relaxed)
+    }
+
+    fn ended(&self) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        Box::pin(poll_fn(|_| if self.has_ended() { Poll::Ready(()) } else { Poll::Pending }))
+    }
+}
+
+/// A write of less than a cluster copies the rest from the parent, which an older write may change until it has ended.
+#[test]
+fn a_new_leaf_copies_nothing_from_its_parent_before_older_requests_have_ended() {
+    let world = World::new();
+    let bytes = base().finish();
+    world.raw("/d/base.qcow2", &bytes);
+    child_on(&world, Format::Qcow2, FILE, "/d/leaf.qcow2", "/d/base.qcow2");
+    let disk = world.open("/d/leaf.qcow2");
+    let older = Arc::new(Older::default());
+    disk.follows(&[older.clone()]);
+    let new = Segments::copied(&[9; 512]);
+    let mut write = Box::pin(disk.write(Extent::from_range(512..1024), &new, false));
+    (0..100).for_each(|_| assert!(poll_once(write.as_mut()).is_pending(), "it has not waited"));
+    let is_data = |at: &usize| bytes[*at..*at + CLUSTER as usize].iter().all(|byte| *byte == 3);
+    let at = (0..bytes.len()).step_by(CLUSTER as usize).find(is_data).expect("the data of the first cluster");
+    world.files.file("/d/base.qcow2").patch(at as u64 + 4096, &[7; 512]);
+    older.0.store(true, Relaxed);
+    block_on(write).unwrap();
+    let content = read(&disk, 0..8192);
+    assert_eq!([content[0], content[512], content[1024], content[4096], content[4608]], [3, 9, 3, 7, 3]);
 }
 
 #[test]

@@ -21,6 +21,8 @@ pub struct TestGraph {
     pub begun: AtomicU64,
     pub ended: AtomicU64,
     pub is_closed: AtomicBool,
+    /// The epochs that were told of: those before this was the disk's graph.
+    pub older: Mutex<Vec<Arc<dyn Epoch>>>,
 }
 
 pub const SIZE: u64 = 64 << 10;
@@ -48,6 +50,7 @@ impl TestGraph {
             begun: AtomicU64::new(0),
             ended: AtomicU64::new(0),
             is_closed: AtomicBool::new(false),
+            older: Mutex::default(),
         }
     }
 
@@ -100,7 +103,9 @@ impl Disk for TestGraph {
         Ok(())
     }
 
-    fn follows(&self, _: &[Arc<dyn Epoch>]) {}
+    fn follows(&self, epochs: &[Arc<dyn Epoch>]) {
+        *self.older.lock().unwrap() = epochs.to_vec();
+    }
 
     async fn close(&self) -> Result<()> {
         self.is_closed.store(true, SeqCst);

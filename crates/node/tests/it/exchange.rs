@@ -53,12 +53,17 @@ fn the_end_of_an_epoch_comes_after_those_before_it() {
     old.hold(true);
     let mut stuck = write(&node, 0, 512, 1);
     assert!(poll(&mut stuck).is_pending());
-    let first = now(node.exchange(new)).unwrap();
-    let second = now(node.exchange(Arc::new(TestGraph::new()))).unwrap();
+    let last = Arc::new(TestGraph::new());
+    let first = now(node.exchange(new.clone())).unwrap();
+    let second = now(node.exchange(last.clone())).unwrap();
     assert!(!first.has_ended() && !second.has_ended());
+    // A graph that copies from its parents knows what may still change them.
+    let rests = |graph: &TestGraph| graph.older.lock().unwrap().iter().all(|epoch| epoch.has_ended());
+    assert!(!rests(&new) && !rests(&last));
     old.hold(false);
     assert!(poll(&mut stuck).is_ready());
     assert!(first.has_ended() && second.has_ended());
+    assert!(rests(&new) && rests(&last));
 }
 
 #[test]

@@ -19,8 +19,6 @@ pub enum Broken {
     SealedEarly,
     /// A flush covers the new leaf only.
     FlushOfLeaf,
-    /// The new leaf copies from its parent while requests of the old epoch may still change that.
-    CopiedEarly,
     /// The new leaf takes the disk's path before it is durable.
     LeafNotDurable,
     /// The graph is exchanged before the new leaf's name is durable.
@@ -77,9 +75,7 @@ impl Disk for LiveGraph {
     }
 
     fn follows(&self, epochs: &[Arc<dyn Epoch>]) {
-        if self.broken != Broken::CopiedEarly {
-            self.graph.follows(epochs);
-        }
+        self.graph.follows(epochs);
     }
 
     async fn close(&self) -> Result<()> {

@@ -59,13 +59,13 @@ fn a_mark_that_nobody_waits_for_is_found() {
 
 #[test]
 fn marks_that_are_cleared_too_early_are_found() {
-    bites(Broken::MarksClearedEarly, 610);
+    bites(Broken::MarksClearedEarly, 1195);
 }
 
 #[test]
 fn an_interval_that_is_settled_before_the_last_sync_is_found() {
     // Only a power cut while the header is written shows it.
-    found::bites(run_every_step, (Broken::SettledEarly, Broken::Nothing), (34, 30..60), NOT_MARKED);
+    found::bites(run_every_step, (Broken::SettledEarly, Broken::Nothing), (44, 30..60), NOT_MARKED);
 }
 
 #[test]
@@ -80,5 +80,5 @@ fn a_checkpoint_that_does_not_flush_the_disk_is_found() {
 
 #[test]
 fn a_header_that_is_written_before_marks_are_bits_is_found() {
-    bites(Broken::BootBeforeBits, 721);
+    bites(Broken::BootBeforeBits, 1125);
 }

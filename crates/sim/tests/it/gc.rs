@@ -52,12 +52,12 @@ fn bites(broken: Broken, first: u64, sign: &str) {
 
 #[test]
 fn a_folder_that_is_asked_before_the_lock_is_found() {
-    bites(Broken::AskedBeforeLock, 385, "does not open");
+    bites(Broken::AskedBeforeLock, 94, "does not open");
 }
 
 #[test]
 fn a_clone_beside_the_beginning_of_a_merge_is_found() {
-    bites(Broken::CloneBesideMerge, 240, "does not open");
+    bites(Broken::CloneBesideMerge, 73, "does not open");
 }
 
 #[test]
@@ -67,7 +67,7 @@ fn a_name_that_is_taken_before_the_children_know_its_new_owner_is_found() {
 
 #[test]
 fn a_snapshot_whose_name_leads_nowhere_for_a_moment_is_found() {
-    bites(Broken::Names(spile_image::Broken::NoNameBetween), 847, "nobody has deleted it");
+    bites(Broken::Names(spile_image::Broken::NoNameBetween), 285, "nobody has deleted it");
 }
 
 #[test]

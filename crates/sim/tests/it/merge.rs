@@ -64,12 +64,12 @@ fn a_change_in_the_batch_that_goes_to_the_leaf_only_is_found() {
 
 #[test]
 fn a_change_that_goes_below_while_an_older_one_copies_from_there_is_found() {
-    bites(Broken::CopiedMeanwhile, 212_933, " reads ");
+    bites(Broken::CopiedMeanwhile, 168, " reads ");
 }
 
 #[test]
 fn a_flush_that_covers_the_leaf_only_is_found() {
-    bites(Broken::FlushOfLeafOnly, 6, " reads ");
+    bites(Broken::FlushOfLeafOnly, 102, " reads ");
 }
 
 #[test]

@@ -95,7 +95,7 @@ fn ctrl_c_stops_the_job_and_says_what_is_left() {
         (&["move", "waits-stopped", "--to", "there.vhd"], "the disk is where it was", Signal::SIGINT),
     ];
     for (words, left, signal) in all {
-        let child = begin(dir, &[words, &["--rate", "64k"]].concat());
+        let child = begin(dir, &[words, &["--rate", "256k"]].concat());
         eventually("it is at work", || job_of(dir, "waits-stopped")["done_bytes"].as_u64() > Some(0));
         let id = job_of(dir, "waits-stopped")["id"].clone();
         // `timeout` sends its signal twice.
