@@ -21,7 +21,7 @@ WORK = "/dev/vdb 1 1" if STANDIN else "/dev/vdb 4 16"
 # Requests from one disturbance to the next.
 STEP = 400
 # A limit for each wait. On a quiet machine none takes more than a second or two.
-LIMIT_S = 120
+LIMIT_S = 600
 # Before this version, emulation of several processors may use its map of memory after it was freed, while a guest maps its devices (commit
 # 2865bf1c5795 of QEMU). QEMU then ends by this assertion, or the guest's kick or the device's interrupt goes nowhere, and nothing moves.
 QEMU_MENDED = (10, 0, 4)

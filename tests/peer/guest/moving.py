@@ -18,7 +18,7 @@ from vhost import VhostMachine, listens, wait_until
 PAGE = TOP / "docs" / "move.md"
 SECTION = "## The guest moves too\n"
 # No step takes nearly as long.
-LIMIT_S = 120
+LIMIT_S = 600
 QMP = pathlib.Path(__file__).with_name("qmp_once.py")
 
 

@@ -5,7 +5,7 @@ import socket
 import time
 
 # A limit for the answer to a command. Only a busy machine in software emulation takes more than a moment.
-ANSWER_LIMIT_S = 60
+ANSWER_LIMIT_S = 600
 
 
 class QmpError(Exception):

@@ -240,7 +240,7 @@ class VhostGuest(GuestTests, unittest.TestCase):
             for _ in range(2):
                 self.plug_use_unplug(lab)
                 wait_until(
-                    lambda: lab.server.holdings() == before, 20,
+                    lambda: lab.server.holdings() == before, LIMIT_S,
                     f"the server holds (descriptors, mappings) {lab.server.holdings()}, before {before}",
                 )
 

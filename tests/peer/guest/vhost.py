@@ -25,7 +25,7 @@ PLACES = ("a", "b")
 # After this time without an answer the command is sent again: the line sometimes loses bytes.
 ASK_AGAIN_S = 10
 # A limit for a command in the guest. None works on more than some MiB.
-ANSWER_LIMIT_S = 120
+ANSWER_LIMIT_S = 600
 
 
 def need_server():

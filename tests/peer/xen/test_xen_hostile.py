@@ -26,7 +26,7 @@ BESIDE_WORK = ("kicks", "grants", "readonly", "ring-grants", "ring-freed")
 ALONE = ("freed", "revoked")
 IN_THE_STORE = ("states",)
 KILLS = 2
-UNMAP_LIMIT_S = 120
+UNMAP_LIMIT_S = 1200
 # Messages of dom0's kernel about pages that it can never take back.
 LEAKS = "g.e. .*leaking|WARNING:"
 
