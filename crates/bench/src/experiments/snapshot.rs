@@ -334,7 +334,7 @@ pub fn figures(outcome: &Outcome<Parameters, Row>) -> Figures {
         Pair::new(&case.name(), rows.iter(), |row: &Row| (row.longest_with_us, row.longest_without_us))
     };
     let pairs: Vec<Pair> = cases.iter().map(pair).collect();
-    let title = "snapshot: the longest request of a run with snapshots, by that of one without";
+    let title = "snapshot: the longest request of a run with snapshots ÷ one without";
     ratios::figures("snapshot", title, &outcome.host, outcome.parameters.quick, &pairs)
 }
 

@@ -102,12 +102,12 @@ fn throughput(outcome: &Aggregate, direction: Direction) -> (String, Figure) {
 /// A row of panels for each size: writes and reads beside each other, with one axis for all.
 fn ratios(outcome: &Aggregate, directions: &[Direction]) -> (String, Figure) {
     let ends = outcome.rows.iter().filter_map(|row| row.ratio_to_grant_copy_p90);
-    let y = Axis::ratios("throughput by that of grant-copy", ends);
+    let y = Axis::ratios("throughput ÷ grant-copy", ends);
     let of_size = |size: u64| directions.iter().map(move |direction| (size, *direction));
     let places = few_sizes(&outcome.rows).into_iter().flat_map(of_size);
     let panel = |(size, direction)| panel(outcome, direction, size, (y.clone(), 1.0, Some(1.0)), Row::ratio);
     let panels = places.map(panel).collect();
-    let title = "aggregate: throughput of each path, by that of grant-copy at the same time".to_owned();
+    let title = "aggregate: throughput of each path ÷ grant-copy at the same time".to_owned();
     ("aggregate-ratio".to_owned(), figure(outcome, title, panels))
 }
 

@@ -92,7 +92,7 @@ fn ratios(outcome: &Layers, way: Way) -> Vec<f64> {
     direct.filter_map(|file| ratio(&file)).collect()
 }
 
-/// The speed of the file by that of the partition with blocks of one size, round by round.
+/// The speed of the file ÷ partition with blocks of one size, round by round.
 fn ratio(outcome: &Layers, way: Way, operation: Operation, size: u64) -> Option<Spread> {
     let speeds = |place: Kind| -> Vec<f64> {
         at(&of(outcome, place, way), operation, size).iter().map(|row| row.bytes_per_s).collect()
@@ -192,7 +192,7 @@ fn speeds(outcome: &Layers, operation: Operation) -> Figure {
     figure(outcome, format!("layers: {} on each kind of place", operation.name()), panels)
 }
 
-/// A panel for each operation, a line for each way: the speed of the file by that of the partition.
+/// A panel for each operation, a line for each way: the speed of the file ÷ partition.
 fn file_by_partition(outcome: &Layers) -> Figure {
     let asked = &outcome.parameters;
     let line = |operation: Operation, way: Way| {
@@ -204,7 +204,7 @@ fn file_by_partition(outcome: &Layers) -> Figure {
     };
     let all = Operation::ALL.iter().flat_map(|operation| Way::ALL.map(|way| line(*operation, way)));
     let ends: Vec<f64> = all.flatten().filter_map(|point| point.spread).map(|(_, most)| most).collect();
-    let y = Axis::ratios("speed of the file by that of the partition", ends.into_iter());
+    let y = Axis::ratios("speed of the file ÷ partition", ends.into_iter());
     let panel = |operation: Operation| {
         let series = Way::ALL.into_iter().zip(styles(Way::ALL.map(Way::name))).map(|(way, style)| Series {
             name: way.name().to_owned(),
@@ -219,7 +219,7 @@ fn file_by_partition(outcome: &Layers) -> Figure {
         }
     };
     let panels = Operation::ALL.map(panel).into();
-    figure(outcome, "layers: the speed of a file by that of a partition, on the same way".to_owned(), panels)
+    figure(outcome, "layers: the speed of a file ÷ a partition, on the same way".to_owned(), panels)
 }
 
 /// What was found, in sentences.

@@ -153,7 +153,7 @@ fn ratios(outcome: &Paths, directions: &[(Direction, Vec<&Row>)]) -> Figure {
     let panels = groups.iter().filter(|(_, paths)| paths.iter().any(|path| *path != BASE)).flat_map(|(name, paths)| {
         let of_group = outcome.rows.iter().filter(|row| paths.contains(&row.path.as_str()));
         let ends: Vec<f64> = of_group.filter_map(|row| row.ratio_to_grant_copy_p90).collect();
-        let y = Axis::ratios("latency by that of grant-copy", ends.iter().copied());
+        let y = Axis::ratios("latency ÷ grant-copy", ends.iter().copied());
         let panel = move |(direction, rows): &(Direction, Vec<&Row>)| {
             let title = format!("{}, {name}", direction.name());
             lines(title, rows, paths, (y.clone(), Some(1.0)), Row::ratio)
@@ -162,7 +162,7 @@ fn ratios(outcome: &Paths, directions: &[(Direction, Vec<&Row>)]) -> Figure {
         if ends.is_empty() { Vec::new() } else { panels.collect() }
     });
     let panels = panels.collect();
-    let title = "paths: latency of each path, by that of grant-copy in the same round".to_owned();
+    let title = "paths: latency of each path ÷ grant-copy in the same round".to_owned();
     Figure { columns: directions.len(), ..figure(outcome, title, panels) }
 }
 

@@ -127,7 +127,7 @@ fn panel(outcome: &Shape, store: Store) -> Panel {
     });
     let series: Vec<Series> = series.collect();
     let ends = series.iter().flat_map(|series| &series.points).filter_map(|point| point.spread).map(|(_, most)| most);
-    let y = Axis::ratios("throughput by that of the bare store", ends.collect::<Vec<_>>().into_iter());
+    let y = Axis::ratios("throughput ÷ bare store", ends.collect::<Vec<_>>().into_iter());
     let title = match store {
         Store::Model => "a modelled SSD".to_owned(),
         Store::Given => name(outcome, store),
