@@ -156,7 +156,7 @@ fn memory_bars(outcome: &Density) -> Panel {
     let bar = |layout: Layout, name: &str| {
         let row = *of(outcome, layout).last()?;
         let mib = row.resident_bytes as f64 / f64::from(row.disks.max(1)) / f64::from(1 << 20);
-        let part = (mib, style("disk"));
+        let part = (mib, style("memory"));
         Some(Bar { name: name.to_owned(), note: format!("{mib:.2} MiB"), parts: vec![part], spread: None })
     };
     let bars: Vec<Bar> = [bar(Layout::Shared, "one process for all"), bar(Layout::Each, "a process each")]

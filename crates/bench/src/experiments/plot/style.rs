@@ -128,6 +128,7 @@ const KNOWN: &[(&str, usize, Marker)] = &[
     ("completion", 2, Marker::Diamond),
     ("control", 4, Marker::Triangle),
     ("timer", 1, Marker::Square),
+    ("memory", 9, Marker::Down),
 ];
 
 /// Looks for names that are not known, in the order in which they are given out.
