@@ -102,7 +102,8 @@ fn a_new_leaf_copies_nothing_from_its_parent_before_older_requests_have_ended() 
     child_on(&world, Format::Qcow2, FILE, "/d/leaf.qcow2", "/d/base.qcow2");
     let disk = world.open("/d/leaf.qcow2");
     let older = Arc::new(Older::default());
-    disk.follows(&[older.clone()]);
+    let epoch: Arc<dyn Epoch> = older.clone();
+    disk.follows(&[epoch]);
     let new = Segments::copied(&[9; 512]);
     let mut write = Box::pin(disk.write(Extent::from_range(512..1024), &new, false));
     (0..100).for_each(|_| assert!(poll_once(write.as_mut()).is_pending(), "it has not waited"));
