@@ -21,10 +21,9 @@
 //! io_uring does not work under every valgrind, so the threads engine runs; on this path only its way to sleep differs.
 //! Reads are of 512 bytes, because some machines count a long fill with zeroes as one instruction a byte.
 //!
-//! `--tests` counts the build of the tests, which is there already when these have run, and has figures of its own: what is not optimised
-//! takes more instructions, and grows by the same causes.
+//! `--tests` takes the programs of the tests' build, which are there already when these have run: system calls are the same there.
 //!
-//! The figures are kept in `xtask/counts/SET.json`, and those of the tests' build in `xtask/counts/tests/`. Growth beyond the set's tolerance is a failure. A figure that shrinks by more is
+//! The figures are kept in `xtask/counts/SET.json`. Growth beyond the set's tolerance is a failure. A figure that shrinks by more is
 //! reported, so that somebody runs `cargo xtask count --update`. Another compiler makes other code: then growth is a skip. A set
 //! may also have bounds: one figure is at most so many times another one.
 
@@ -265,13 +264,10 @@ pub fn run(arguments: &[String]) -> Result<()> {
         let count = |case: &Case| Ok((case.name, programs.count(case, set.unit)?));
         let counted: BTreeMap<&str, u64> = set.cases.iter().map(count).collect::<Result<_>>()?;
         match shell::flag(arguments, "--update") {
-            true => kept::keep(set, build, &counted)?,
+            true => kept::keep(set, &counted)?,
             false => {
-                whole.add(kept::compare(set, &counted, &Kept::read(set, build)?, &kept::rustc()?));
-                // How many instructions one thing takes beside another is a promise of what is optimised.
-                if set.unit != Unit::Instructions || matches!(build, Build::Release) {
-                    whole.add(kept::check_bounds(set, &counted));
-                }
+                whole.add(kept::compare(set, &counted, &Kept::read(set)?, &kept::rustc()?));
+                whole.add(kept::check_bounds(set, &counted));
             }
         }
     }
@@ -280,8 +276,11 @@ pub fn run(arguments: &[String]) -> Result<()> {
 
 /// The sets in which a program counts alone: whatever else the machine does, the figures are the same.
 pub const ALONE: &str = "image,writes,allocations,stages";
-/// The sets in which a server has clients, and how many requests it finds at once depends on who else has work for the processors.
-pub const SERVED: &str = "null,calls,syncs";
+/// The sets in which a server's system calls are counted: those of the tests' build are the same.
+pub const TRACES: &str = "calls,syncs";
+/// The set that needs the program built for release. The long tests count it.
+#[cfg(test)]
+const WHOLE: &str = "null";
 
 /// Why a set cannot be counted here.
 fn hindrance(unit: Unit) -> Option<String> {
@@ -300,8 +299,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_set_is_counted_by_the_tests() {
-        let mut counted: Vec<&str> = [ALONE, SERVED].iter().flat_map(|sets| sets.split(',')).collect();
+    fn every_set_is_counted_by_the_tests_or_the_long_ones() {
+        let mut counted: Vec<&str> = [ALONE, TRACES, WHOLE].iter().flat_map(|sets| sets.split(',')).collect();
         let mut all: Vec<&str> = SETS.iter().map(|set| set.name).collect();
         counted.sort_unstable();
         all.sort_unstable();
@@ -310,10 +309,8 @@ mod tests {
 
     #[test]
     fn every_case_is_kept() {
-        let of_tests = SETS.iter().filter(|set| SERVED.split(',').any(|name| name == set.name));
-        let of_tests = of_tests.map(|set| (set, Build::Tests));
-        for (set, build) in SETS.iter().map(|set| (set, Build::Release)).chain(of_tests) {
-            let kept = Kept::read(set, build).expect("the file is in the repository").figures;
+        for set in SETS {
+            let kept = Kept::read(set).expect("the file is in the repository").figures;
             let names: Vec<&str> = kept.keys().map(String::as_str).collect();
             let mut cases: Vec<&str> = set.cases.iter().map(|case| case.name).collect();
             cases.sort_unstable();

@@ -1,7 +1,6 @@
 //! The figures in the repository, and what new ones are compared with.
 
 use super::{Set, Unit};
-use crate::peer::Build;
 use crate::{Result, shell};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -20,17 +19,13 @@ pub struct Kept {
 }
 
 impl Kept {
-    fn path(set: &Set, build: Build) -> PathBuf {
-        let folder = match build {
-            Build::Release => "xtask/counts",
-            Build::Tests => "xtask/counts/tests",
-        };
-        shell::root().join(folder).join(format!("{}.json", set.name))
+    fn path(set: &Set) -> PathBuf {
+        shell::root().join(format!("xtask/counts/{}.json", set.name))
     }
 
     /// Reads them.
-    pub fn read(set: &Set, build: Build) -> Result<Kept> {
-        let path = Self::path(set, build);
+    pub fn read(set: &Set) -> Result<Kept> {
+        let path = Self::path(set);
         let problem = |what: &dyn std::fmt::Display| format!("{}: {what}", path.display());
         let text = std::fs::read_to_string(&path).map_err(|error| problem(&error))?;
         let value: Value = serde_json::from_str(&text).map_err(|error| problem(&error))?;
@@ -42,8 +37,8 @@ impl Kept {
 }
 
 /// Keeps new figures.
-pub fn keep(set: &Set, build: Build, counted: &BTreeMap<&str, u64>) -> Result<()> {
-    let path = Kept::path(set, build);
+pub fn keep(set: &Set, counted: &BTreeMap<&str, u64>) -> Result<()> {
+    let path = Kept::path(set);
     let whole = json!({
         "about": set.about, "arch": std::env::consts::ARCH, "rustc": rustc()?, set.unit.name(): counted,
     });

@@ -15,14 +15,14 @@ pub fn all() -> Vec<Vec<Vec<Stage>>> {
     let mut checks = quick_checks();
     checks.push(tally("deny", own(&["deny"])));
     let built = vec![build(&WORKSPACE)];
-    let served = vec![tally("served", own(&["count", "--tests", "--only", count::SERVED]))];
+    let traces = vec![tally("traces", own(&["count", "--tests", "--only", count::TRACES]))];
     vec![
         vec![checks],
         vec![built],
         vec![rust_tests(&WORKSPACE)],
         vec![peers()],
         vec![machines(), programs()],
-        vec![served],
+        vec![traces],
     ]
 }
 
