@@ -21,8 +21,6 @@
 //! io_uring does not work under every valgrind, so the threads engine runs; on this path only its way to sleep differs.
 //! Reads are of 512 bytes, because some machines count a long fill with zeroes as one instruction a byte.
 //!
-//! `--tests` takes the programs of the tests' build, which are there already when these have run: system calls are the same there.
-//!
 //! The figures are kept in `xtask/counts/SET.json`. Growth beyond the set's tolerance is a failure. A figure that shrinks by more is
 //! reported, so that somebody runs `cargo xtask count --update`. Another compiler makes other code: then growth is a skip. A set
 //! may also have bounds: one figure is at most so many times another one.
@@ -31,7 +29,6 @@ mod calls;
 mod kept;
 mod programs;
 
-use crate::peer::Build;
 use crate::{Result, shell};
 use kept::{Kept, Outcome};
 use programs::Programs;
@@ -253,8 +250,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
         return Err(format!("there is no set `{other}`; there are {}", names.join(", ")));
     }
     let sets: Vec<&Set> = SETS.iter().filter(|set| asked.contains(&set.name)).collect();
-    let build = if shell::flag(arguments, "--tests") { Build::Tests } else { Build::Release };
-    let programs = Programs::new(build)?;
+    let programs = Programs::new()?;
     let mut whole = Outcome::default();
     for set in sets {
         if let Some(why) = hindrance(set.unit) {
@@ -276,11 +272,8 @@ pub fn run(arguments: &[String]) -> Result<()> {
 
 /// The sets in which a program counts alone: whatever else the machine does, the figures are the same.
 pub const ALONE: &str = "image,writes,allocations,stages";
-/// The sets in which a server's system calls are counted: those of the tests' build are the same.
-pub const TRACES: &str = "calls,syncs";
-/// The set that needs the program built for release. The long tests count it.
-#[cfg(test)]
-const WHOLE: &str = "null";
+/// The sets in which a server has clients, and how many requests it finds at once depends on who else has work for the processors.
+pub const SERVED: &str = "null,calls,syncs";
 
 /// Why a set cannot be counted here.
 fn hindrance(unit: Unit) -> Option<String> {
@@ -299,8 +292,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_set_is_counted_by_the_tests_or_the_long_ones() {
-        let mut counted: Vec<&str> = [ALONE, TRACES, WHOLE].iter().flat_map(|sets| sets.split(',')).collect();
+    fn every_set_is_counted_by_the_tests() {
+        let mut counted: Vec<&str> = [ALONE, SERVED].iter().flat_map(|sets| sets.split(',')).collect();
         let mut all: Vec<&str> = SETS.iter().map(|set| set.name).collect();
         counted.sort_unstable();
         all.sort_unstable();

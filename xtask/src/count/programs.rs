@@ -3,7 +3,6 @@
 use super::{Case, FEW, MANY, Unit, Way, calls};
 use crate::bench::kinds::Front;
 use crate::bench::server::{Server, pinned, server_cores};
-use crate::peer::Build;
 use crate::{Result, bench, shell};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -18,17 +17,16 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 /// The programs that are counted; each is built when the first case needs it.
 pub struct Programs {
-    build: Build,
     built: RefCell<BTreeMap<&'static str, PathBuf>>,
     folder: PathBuf,
 }
 
 impl Programs {
     /// Nothing is built yet.
-    pub fn new(build: Build) -> Result<Self> {
+    pub fn new() -> Result<Self> {
         let folder = shell::target_dir().join("count");
         std::fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
-        Ok(Self { build, built: RefCell::default(), folder })
+        Ok(Self { built: RefCell::default(), folder })
     }
 
     /// The figure of a case. Where a server takes part, it is the middle one of three: how many requests it finds at once depends on what
@@ -54,15 +52,23 @@ impl Programs {
         let file = self.folder.join(format!("{}-{requests}.{}", case.name.replace([' ', ','], "-"), unit.program()));
         match case.way {
             Way::Traced(image, turn) => {
-                return calls::count(self.spile()?, &self.folder, &file, image, turn, unit, requests);
+                return calls::count(
+                    self.built("spile", bench::spile)?,
+                    &self.folder,
+                    &file,
+                    image,
+                    turn,
+                    unit,
+                    requests,
+                );
             }
-            Way::Vhost(load) => run_vhost(&self.spile()?, &file, "on", load, requests)?,
+            Way::Vhost(load) => run_vhost(&self.built("spile", bench::spile)?, &file, "on", load, requests)?,
             Way::VhostUncounted(load) => {
-                run_vhost(&self.spile()?, &file, "off", load, requests)?;
+                run_vhost(&self.built("spile", bench::spile)?, &file, "off", load, requests)?;
             }
-            Way::Blkif(access, load) => run_blkif(&self.spile()?, &file, access, load, requests)?,
+            Way::Blkif(access, load) => run_blkif(&self.built("spile", bench::spile)?, &file, access, load, requests)?,
             Way::Example(name, words) => {
-                run_example(&self.built(name, || example(self.build, name))?, &file, words, requests)?;
+                run_example(&self.built(name, || example(name))?, &file, words, requests)?;
             }
         }
         let text = std::fs::read_to_string(&file).map_err(|error| format!("{}: {error}", file.display()))?;
@@ -70,13 +76,6 @@ impl Programs {
             Unit::Allocations => Ok(allocations(&text)),
             _ => instructions(&text).ok_or_else(|| format!("{}: no totals", file.display())),
         }
-    }
-
-    fn spile(&self) -> Result<PathBuf> {
-        self.built("spile", || match self.build {
-            Build::Release => bench::spile(),
-            Build::Tests => Ok(self.build.spile()),
-        })
     }
 
     fn built(&self, name: &'static str, build: impl FnOnce() -> Result<PathBuf>) -> Result<PathBuf> {
@@ -89,13 +88,11 @@ impl Programs {
     }
 }
 
-/// An example of the crate `image`, or of `life`. One for release is built now.
-fn example(build: Build, name: &str) -> Result<PathBuf> {
+/// An example of the crate `image`, or of `life`, built for release.
+fn example(name: &str) -> Result<PathBuf> {
     let package = if name == "count_stages" { "spile-life" } else { "spile-image" };
-    if matches!(build, Build::Release) {
-        shell::run(shell::cargo().args(["build", "--release", "--package", package, "--example", name]))?;
-    }
-    Ok(build.folder().join("examples").join(name))
+    shell::run(shell::cargo().args(["build", "--release", "--package", package, "--example", name]))?;
+    Ok(shell::target_dir().join("release/examples").join(name))
 }
 
 fn run_example(program: &Path, file: &Path, words: &[&str], requests: u64) -> Result<()> {

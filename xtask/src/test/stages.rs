@@ -9,20 +9,19 @@ use std::path::PathBuf;
 use std::process::Command;
 
 /// All stages, in groups that run one after the other. A group has lanes, which run beside each other: two processors
-/// have more to do when what computes stands beside what waits. The program is built once: what runs it from outside runs the
-/// build that the tests of the crates need.
+/// have more to do when what computes stands beside what waits.
 pub fn all() -> Vec<Vec<Vec<Stage>>> {
     let mut checks = quick_checks();
     checks.push(tally("deny", own(&["deny"])));
-    let built = vec![build(&WORKSPACE)];
-    let traces = vec![tally("traces", own(&["count", "--tests", "--only", count::TRACES]))];
+    let built = vec![build(&WORKSPACE), whole("release", peer::release_build())];
+    let served = vec![tally("served", own(&["count", "--only", count::SERVED]))];
     vec![
         vec![checks],
         vec![built],
         vec![rust_tests(&WORKSPACE)],
         vec![peers()],
         vec![machines(), programs()],
-        vec![traces],
+        vec![served],
     ]
 }
 
@@ -30,9 +29,9 @@ const WORKSPACE: [&str; 1] = ["--workspace"];
 
 /// The first thing that a user runs, and the tests against other programs.
 fn peers() -> Vec<Stage> {
-    let build = Build::Tests;
+    let build = Build::Release;
     vec![
-        whole("demo", demo(build)),
+        whole("demo", demo()),
         tally("peer", build.peers(&[])),
         tally("iotests", build.iotests()),
         tally("soak", build.short_soak()),
@@ -42,19 +41,14 @@ fn peers() -> Vec<Stage> {
 
 /// Those with an emulated host.
 fn machines() -> Vec<Stage> {
-    vec![tally("xen", Build::Tests.folder_of_peers("xen"))]
+    vec![tally("xen", Build::Release.folder_of_peers("xen"))]
 }
 
 /// What is counted and measured. What a program that counts alone needs is the same whatever else the machine does. Of the
 /// benchmarks nobody reads the figures here: they are to run to their end.
 fn programs() -> Vec<Stage> {
     let mut stages = vec![tally("count", own(&["count", "--only", count::ALONE]))];
-    let bench = |name| {
-        let mut command = own(&[name, "--quick"]);
-        command.env("SPILE_BIN", Build::Tests.spile());
-        whole(name, command)
-    };
-    stages.extend(["bench", "bench-vhost", "bench-life"].map(bench));
+    stages.extend(["bench", "bench-vhost", "bench-life"].map(|name| whole(name, own(&[name, "--quick"]))));
     stages
 }
 
@@ -63,8 +57,6 @@ pub fn long() -> Vec<Stage> {
     let release = Build::Release;
     vec![
         whole("release", peer::release_build()),
-        whole("demo", demo(release)),
-        tally("count", own(&["count"])),
         tally("peer", peer::long(release.peers(&[]))),
         tally("guest", peer::long(release.folder_of_peers("guest"))),
         tally("xen", peer::long(release.folder_of_peers("xen"))),
@@ -90,8 +82,8 @@ fn whole(name: &'static str, command: Command) -> Stage {
 }
 
 /// The first thing that a user runs, made short.
-fn demo(build: Build) -> Command {
-    let mut command = Command::new(build.spile());
+fn demo() -> Command {
+    let mut command = Command::new(Build::Release.spile());
     command.args(["demo", "--seconds", "2", "--span", "128M"]).current_dir(shell::root());
     command
 }
