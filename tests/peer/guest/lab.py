@@ -9,7 +9,7 @@ import shutil
 
 from kernel import initramfs
 from machine import root_image
-from support import MIB, STANDIN, chain, check, check_by_qemu, run, sha256, spile, spile_json, write_scattered
+from support import LIMIT_S, MIB, STANDIN, chain, check, check_by_qemu, run, sha256, spile, spile_json, write_scattered
 from vhost import PLACES, Sockets, VhostMachine, VhostServer, qemu_version, wait_until
 
 ROOT_BYTES = 512 * MIB
@@ -20,8 +20,6 @@ DEVICES = {"root": "vda", "work": "vdb", "plain": "vdc"}
 WORK = "/dev/vdb 1 1" if STANDIN else "/dev/vdb 4 16"
 # Requests from one disturbance to the next.
 STEP = 400
-# A limit for each wait. On a quiet machine none takes more than a second or two.
-LIMIT_S = 600
 # Before this version, emulation of several processors may use its map of memory after it was freed, while a guest maps its devices (commit
 # 2865bf1c5795 of QEMU). QEMU then ends by this assertion, or the guest's kick or the device's interrupt goes nowhere, and nothing moves.
 QEMU_MENDED = (10, 0, 4)

@@ -12,13 +12,11 @@ import string
 import sys
 import unittest
 
-from support import TOP, Server, run, spile_binary, text
+from support import LIMIT_S, TOP, Server, run, spile_binary, text
 from vhost import VhostMachine, listens, wait_until
 
 PAGE = TOP / "docs" / "move.md"
 SECTION = "## The guest moves too\n"
-# No step takes nearly as long.
-LIMIT_S = 600
 QMP = pathlib.Path(__file__).with_name("qmp_once.py")
 
 

@@ -13,8 +13,8 @@ import unittest
 from kernel import initramfs, kernel
 from lab import COMPLAINTS
 from machine import root_image
-from moving import LIMIT_S, Hosts, need_namespaces, recipe
-from support import MIB, STANDIN, TARGET, need, run, spile
+from moving import Hosts, need_namespaces, recipe
+from support import LIMIT_S, MIB, STANDIN, TARGET, need, run, spile
 from vhost import need_server, wait_until
 
 DISK_BYTES = 256 * MIB

@@ -7,8 +7,8 @@ import tempfile
 import unittest
 
 from kernel import kernel
-from lab import LIMIT_S, Lab
-from support import MIB, STANDIN, TARGET, need, run, spile_json
+from lab import Lab
+from support import LIMIT_S, MIB, STANDIN, TARGET, need, run, spile_json
 from vhost import need_server, wait_until
 
 # What the host's file system holds at first, and what the guest writes in all: 8 MiB in each file.

@@ -14,8 +14,8 @@ import unittest
 from contextlib import contextmanager
 
 from kernel import kernel
-from lab import DEVICES, LIMIT_S, Lab, Qcow2Lab
-from support import GIB, MIB, STANDIN, TARGET, need, run, text
+from lab import DEVICES, Lab, Qcow2Lab
+from support import GIB, LIMIT_S, MIB, STANDIN, TARGET, need, run, text
 from vhost import PLACES, QUEUES, need_server, serial, wait_until
 
 KILLS = 6

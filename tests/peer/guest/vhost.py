@@ -18,14 +18,12 @@ import unittest
 from emulated import BOOT_LIMIT_S, Commands
 from machine import Machine
 from qmp import Qmp
-from support import STANDIN, Server, need, run, spile, spile_binary, text
+from support import LIMIT_S, STANDIN, Server, need, run, spile, spile_binary, text
 
 QUEUES = 2
 PLACES = ("a", "b")
 # After this time without an answer the command is sent again: the line sometimes loses bytes.
 ASK_AGAIN_S = 10
-# A limit for a command in the guest. None works on more than some MiB.
-ANSWER_LIMIT_S = 600
 
 
 def need_server():
@@ -137,7 +135,7 @@ class VhostServer(Server):
         unused = [place for place in PLACES if place != used_place]
         for place in unused:
             control.execute("block-export-del", id=f"{name}-{place}")
-            control.wait_event("BLOCK_EXPORT_DELETED", ANSWER_LIMIT_S, id=f"{name}-{place}")
+            control.wait_event("BLOCK_EXPORT_DELETED", LIMIT_S, id=f"{name}-{place}")
         control.execute("block_resize", node_name=name, size=size_bytes)
         for place in unused:
             control.execute("block-export-add", **self.standin_export(name, place))
@@ -169,7 +167,8 @@ def reconnecting():
 class GuestCommands(Commands):
     """The second serial line, which sometimes loses bytes: each command is sent with its length in front."""
 
-    LIMIT_S = ANSWER_LIMIT_S
+    # A command in a guest works on no more than some MiB.
+    LIMIT_S = LIMIT_S
 
     def exchange(self, words, answer, limit_s):
         end = time.monotonic() + limit_s

@@ -94,8 +94,7 @@ fn a_leaf_that_takes_the_disks_path_before_it_is_durable_is_found() {
 
 #[test]
 fn an_exchange_before_the_new_name_is_durable_is_found() {
-    // By what a client reads, or by a parent that is gone.
-    bites(Broken::RenameNotDurable, 6130, "");
+    bites(Broken::RenameNotDurable, 6130, "a frozen parent does not open");
 }
 
 #[test]

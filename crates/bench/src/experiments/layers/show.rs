@@ -92,7 +92,7 @@ fn ratios(outcome: &Layers, way: Way) -> Vec<f64> {
     direct.filter_map(|file| ratio(&file)).collect()
 }
 
-/// The speed of the file ÷ partition with blocks of one size, round by round.
+/// The speed of the file by that of the partition with blocks of one size, round by round.
 fn ratio(outcome: &Layers, way: Way, operation: Operation, size: u64) -> Option<Spread> {
     let speeds = |place: Kind| -> Vec<f64> {
         at(&of(outcome, place, way), operation, size).iter().map(|row| row.bytes_per_s).collect()
@@ -192,7 +192,7 @@ fn speeds(outcome: &Layers, operation: Operation) -> Figure {
     figure(outcome, format!("layers: {} on each kind of place", operation.name()), panels)
 }
 
-/// A panel for each operation, a line for each way: the speed of the file ÷ partition.
+/// A panel for each operation, a line for each way: the speed of the file by that of the partition.
 fn file_by_partition(outcome: &Layers) -> Figure {
     let asked = &outcome.parameters;
     let line = |operation: Operation, way: Way| {
