@@ -12,6 +12,7 @@ use spile_image::{Format, Graph, GraphLayer, LayerInfo, MAX_LAYERS, describe};
 use spile_node::Node;
 
 use crate::gone::Gone;
+use crate::jobs::note::is_there;
 use crate::jobs::{Note, Plan, Wishes, which};
 use crate::snapshot::remove_if_there;
 use crate::work::{is_no_image, is_of_others};
@@ -284,7 +285,7 @@ async fn disks_above<F: Files>(asking: &F, family: &Family, image: &Path) -> Res
     disks.sort_unstable();
     let mut ordered = Vec::new();
     for disk in disks {
-        let is_first = asking.canonical(&names::job(&disk)).await.is_ok();
+        let is_first = is_there(asking, &names::job(&disk)).await?;
         ordered.insert(if is_first { 0 } else { ordered.len() }, disk);
     }
     Ok(ordered)
@@ -356,6 +357,9 @@ pub async fn look<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf]) -> Vec<Foun
     let mut found = Vec::new();
     for path in paths {
         let Some(disk) = names::disk_of(path) else { continue };
+        if is_of_a_stranger(tools.asking, path, &disk).await {
+            continue;
+        }
         if names::is_gone(path) {
             found.push(deleted(tools, &family, path, &disk).await);
         } else if *path == names::set(&disk) {
@@ -367,16 +371,24 @@ pub async fn look<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf]) -> Vec<Foun
             let image = why.is_none().then_some(disk);
             found.push(Found::of(Kind::SecondName, path, image, why));
         } else if let Some(kind) = kind_of(path, &disk) {
-            let is_there = tools.asking.canonical(&disk).await.is_ok();
-            let why = match is_there {
+            let has_disk = tools.asking.canonical(&disk).await.is_ok();
+            let why = match has_disk {
                 true if kind == Kind::Job => waits_because(tools.asking, &disk).await,
                 true => None,
                 false => Some("its disk is gone: nobody can tell whether the file is of use".to_owned()),
             };
-            found.push(Found::of(kind, path, is_there.then_some(disk), why));
+            found.push(Found::of(kind, path, has_disk.then_some(disk), why));
         }
     }
     found
+}
+
+/// True for a file that has the name of a note, and that Spile has not made.
+async fn is_of_a_stranger<F: Files>(asking: &F, path: &Path, disk: &Path) -> bool {
+    let is_note =
+        names::is_gone(path) || [names::set(disk), names::job(disk), names::new_job(disk)].contains(&path.to_owned());
+    // What cannot be asked is shown: its error says why.
+    is_note && !is_there(asking, path).await.unwrap_or(true)
 }
 
 fn kind_of(path: &Path, disk: &Path) -> Option<Kind> {
@@ -446,10 +458,9 @@ pub async fn tidy<F: Files>(tools: &Tools<'_, F>, paths: &[PathBuf], image: &Pat
     if paths.contains(&taking) && needed_because(tools, paths, &taking, image).await.is_none() {
         remove_if_there(tools.files, &taking).await?;
     }
-    match tools.asking.canonical(&names::gone(image)).await {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-        there => there?,
-    };
+    if !is_there(tools.asking, &names::gone(image)).await? {
+        return Ok(());
+    }
     match verdict(tools, &Family::ask(tools, paths).await, image).await? {
         Verdict::Stale => Gone::remove(tools.files, image).await,
         Verdict::Merge { .. } | Verdict::Waits { .. } => Ok(()),
@@ -491,7 +502,7 @@ pub async fn next_merge<F: Files>(
             named => named.map_err(torn)?,
         };
         for parent in &named {
-            if left_out.contains(parent) || tools.asking.canonical(&names::gone(parent)).await.is_err() {
+            if left_out.contains(parent) || !is_there(tools.asking, &names::gone(parent)).await? {
                 continue;
             }
             if family.is_none() {

@@ -351,8 +351,12 @@ fn refused(error: Error, from: &Path, to: &Path) -> Error {
     if error.os_errno().is_some() || !matches!(error.kind(), ErrorKind::Busy | ErrorKind::NotFound) {
         return error;
     }
-    let what = format!("{} cannot get the name {}: {}", from.display(), to.display(), error.message());
-    let named = Error::new(error.kind(), what).at_path(error.path().unwrap_or(from));
+    let at = error.path().unwrap_or(from);
+    let what = match at == to {
+        true => format!("{} cannot get this name: {}", from.display(), error.message()),
+        false => format!("cannot get the name {}: {}", to.display(), error.message()),
+    };
+    let named = Error::new(error.kind(), what).at_path(at);
     error.hint_text().map_or_else(|| named.duplicate(), |hint| named.duplicate().hint(hint))
 }
 

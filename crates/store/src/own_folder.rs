@@ -70,7 +70,7 @@ pub fn refuse_foreign(path: &Path) -> Result<()> {
     }
     for above in folder.path().ancestors().skip(1) {
         let stat = stat_of(&Folder::open(above)?)?;
-        let may_exchange = stat.st_mode & 0o002 != 0 && stat.st_mode & STICKY == 0;
+        let may_exchange = stat.st_mode & 0o022 != 0 && stat.st_mode & STICKY == 0;
         if !is_trusted(stat.st_uid) || may_exchange {
             let what = format!(
                 "others may put another folder in its place: {} belongs to the user {}",

@@ -1,6 +1,7 @@
 //! What is asked before a merge begins. Nothing has changed when it is refused.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use spile_core::{Disk, Error, ErrorKind, Files, OpenMode, Result, Store};
 use spile_image::layer::Layer as _;
@@ -113,8 +114,11 @@ pub(super) async fn check_names<F: Files>(work: &Work<'_, F>, graph: &GraphOf<F>
         if work.files.is_at(one.image().store(), one.path()).await? {
             continue;
         }
-        let (from, to) = (layer.path().display(), parent.path().display());
-        let what = format!("{from} is not merged into {to}: the file that is open is not at this path any more");
+        let not_merged = match Arc::ptr_eq(one, layer) {
+            true => format!("not merged into {}", parent.path().display()),
+            false => format!("{} is not merged into it", layer.path().display()),
+        };
+        let what = format!("{not_merged}: the file that is open is not at this path any more");
         let error = Error::new(ErrorKind::Busy, what).at_path(one.path());
         return Err(error.hint("give it its name back; another file of this name was left as it is"));
     }

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreOffset, Via};
 
-use super::order;
-use crate::jobs::note::{Note, text_of, text_of_place};
+use super::{old_image, order};
+use crate::jobs::note::{Note, read_text, text_of, text_of_place};
 use crate::names;
 use crate::snapshot::{remove_if_there, remove_own};
 
@@ -26,8 +26,6 @@ pub struct Moved {
 
 const HEAD: &str = "spile moved 1";
 const END: &str = "end";
-/// No note is longer.
-const MOST_BYTES: u64 = 64 << 10;
 
 impl Moved {
     fn to_text(&self) -> Result<String> {
@@ -85,20 +83,15 @@ impl Moved {
         }
     }
 
-    /// The note of `disk`, if there is one that makes sense.
+    /// The note of `disk`, if there is one that Spile has written for a disk of this name. Whoever may write in the folder can
+    /// give such a file, or the note of another disk, this name.
     ///
     /// # Errors
-    /// The system's.
+    /// `InvalidInput` for a file that is longer than any note; the system's.
     pub async fn read<F: Files>(files: &F, disk: &Path) -> Result<Option<Self>> {
-        let store = match files.open(&names::moved(disk).into(), OpenMode::ReadOnly).await {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            opened => opened?,
-        };
-        let bytes = Segments::zeroed(store.len_bytes().min(MOST_BYTES) as usize);
-        if !bytes.is_empty() {
-            store.read_at(StoreOffset(0), &bytes, Via::Cached).await?;
-        }
-        Ok(Self::from_text(&String::from_utf8_lossy(&bytes.to_vec())))
+        let text = read_text(files, &names::moved(disk)).await?;
+        let is_of_disk = |moved: &Self| moved.image.file_name() == old_image(disk).file_name();
+        Ok(text.and_then(|text| Self::from_text(&text)).filter(is_of_disk))
     }
 
     /// As [`Moved::told`], of a disk whose new image may lack its name still, because a process has ended before the other host was told. It is told now, if

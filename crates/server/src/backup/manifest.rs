@@ -313,7 +313,10 @@ impl Manifest {
             let _ = folder.remove(&part, id_of(&file)?);
             return Err(Error::new(ErrorKind::Exists, "there is a file of this name by now").at_path(path));
         }
-        let before = folder.read(&manifest, MOST_BYTES).ok().flatten();
+        let before = folder.read(&manifest, MOST_BYTES).inspect_err(|_| {
+            // What was there before could not be put back.
+            let _ = id_of(&file).map(|own| folder.remove(&part, own));
+        })?;
         file.set_len(0).map_err(unwritten).at_path(path)?;
         self.put(&file, (&folder, &part), &manifest).at_path(path)?;
         name().inspect_err(|_| {

@@ -361,6 +361,7 @@ impl Target {
     /// `Shutdown` when it is not wanted; `Exists` when something else has got its name meanwhile; the system's.
     pub async fn finish(self, manifest: Manifest, is_wanted: impl FnOnce() -> bool + Send + 'static) -> Result<()> {
         let Self { disk, half, manifest: at, digests, parent, older, .. } = self;
+        let older_id = older.as_ref().and_then(AnyStore::file_id);
         if let Err(error) = disk.close().await {
             let Some((half, path)) = half else { return Err(error) };
             let error = half.told_as(&path, error);
@@ -379,10 +380,10 @@ impl Target {
                 (None, at) => at.map_or(Ok(()), |at| manifest.write(&at)),
                 // A process that is killed in between leaves a manifest that says so. The same command makes both anew.
                 (Some((half, path)), Some(at)) if older.is_some() => {
-                    manifest.clone().under_way().write_before(&at, || false, || half.replace(&path))?;
+                    manifest.clone().under_way().write_before(&at, || false, || half.replace(&path, older_id))?;
                     manifest.write(&at)
                 }
-                (Some((half, path)), None) if older.is_some() => half.replace(&path),
+                (Some((half, path)), None) if older.is_some() => half.replace(&path, older_id),
                 // The manifest first: a file would be in the way of the same command.
                 (Some((half, path)), Some(at)) => {
                     manifest

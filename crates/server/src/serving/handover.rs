@@ -10,9 +10,9 @@ use std::os::fd::OwnedFd;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-use spile_core::{Disk, Error, ErrorKind, Result, Store as _};
+use spile_core::{Disk, Error, ErrorKind, OpenMode, Result, Store as _};
 use spile_engine::{TakesPromised, take_promised};
-use spile_store::{AnyStore, FileId};
+use spile_store::{AnyStore, FileId, Folder};
 
 use super::control::{Answer, Link};
 use super::disks::{self, Open};
@@ -214,7 +214,8 @@ fn promise(disks: &[Open]) -> (TakesPromised, Vec<File>) {
     let stores = graphs.iter().flat_map(|graph| failed_syncs::stores_of(&graph.handles()[0]));
     let promise = |store: &AnyStore| {
         let id = store.file_id()?;
-        let file = File::open(store.path()).ok()?;
+        let (folder, name) = Folder::of(store.path()).ok()?;
+        let file = folder.open_file(&name, OpenMode::ReadOnly).ok()?;
         let is_it = file.metadata().is_ok_and(|stat| FileId::of(&stat) == id);
         (is_it && spile_engine::promise(&file).is_ok()).then_some(file)
     };

@@ -67,7 +67,7 @@ fn a_name_that_is_taken_before_the_children_know_its_new_owner_is_found() {
 
 #[test]
 fn a_snapshot_whose_name_leads_nowhere_for_a_moment_is_found() {
-    bites(Broken::Names(spile_image::Broken::NoNameBetween), 285, "nobody has deleted it");
+    bites(Broken::Names(spile_image::Broken::NoNameBetween), 2055, "nobody has deleted it");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! `spile convert`: the same disk in another format, or in another place.
 
 use std::cell::Cell;
-use std::fs::{File, Metadata};
+use std::fs::Metadata;
 use std::io::{IsTerminal, stdin, stdout};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use spile_server::backup::check_size;
 use spile_server::checkpoints;
 use spile_server::host_device;
 use spile_server::new_file::{HalfMade, exists};
-use spile_store::{CacheMode, HostStore, OsFiles};
+use spile_store::{CacheMode, FileId, Folder, HostStore, OsFiles};
 use utoipa::ToSchema;
 
 use super::copy::{Chunks, for_each, read};
@@ -506,7 +506,10 @@ impl Work {
         }
         self.to.create(&store, &OsEnv, new).await?;
         if self.preallocate {
-            let file = File::options().write(true).open(path).map_err(|e| Error::io("open", e)).at_path(path)?;
+            let file = Folder::find(path)?.open(OpenMode::ReadWrite)?;
+            if store.file_id() != file.metadata().ok().map(|stat| FileId::of(&stat)) {
+                return Err(spile_core::exchanged(&self.dst));
+            }
             space::preallocate(&file, &self.dst, new.size_bytes)?;
         }
         Ok(())

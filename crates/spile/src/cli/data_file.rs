@@ -95,18 +95,21 @@ impl DataFile {
             return Err(spile_core::exchanged(&self.path));
         }
         if matches!(takes, Preallocate::Falloc | Preallocate::Full) {
-            space::reserve(&file, &self.path, size_bytes).inspect_err(|_| self.take_back())?;
+            space::reserve(&file, &self.path, size_bytes).inspect_err(|_| self.take_back(&file))?;
         }
         Ok(Made::There { file, _locked: locked })
     }
 
-    /// Gives a new file its name, and one that was there its length.
+    /// Gives a new file its name, and one that was there its length. Returns the file.
     ///
     /// # Errors
     /// `Exists`; the system's. All is as before then.
-    fn show(&self, made: Made, size_bytes: u64, takes: Preallocate) -> Result<()> {
+    fn show(&self, made: Made, size_bytes: u64, takes: Preallocate) -> Result<File> {
         match made {
-            Made::New(half) => half.name(&self.path),
+            Made::New(half) => {
+                let file = half.file().try_clone().map_err(|e| Error::io("cannot be made", e)).at_path(&self.path)?;
+                half.name(&self.path).map(|()| file)
+            }
             Made::There { file, .. } => {
                 let failed = |error| Error::io("cannot set its length", error);
                 let lengthened = file.set_len(size_bytes).map_err(failed).at_path(&self.path);
@@ -114,19 +117,19 @@ impl DataFile {
                     Preallocate::Full => space::fill_holes(&file, &self.path),
                     _ => file.sync_all().map_err(failed).at_path(&self.path),
                 });
-                filled.inspect_err(|_| self.take_back())
+                filled.inspect_err(|_| self.take_back(&file))?;
+                Ok(file)
             }
         }
     }
 
-    /// Leaves what was there before.
-    fn take_back(&self) {
-        let _ = match self.is_there {
-            true => {
-                Folder::find(&self.path).and_then(|place| place.open(OpenMode::ReadWrite)).map(|file| file.set_len(0))
-            }
-            false => Folder::of(&self.path).map(|(folder, name)| folder.unlink(&name).map_err(std::io::Error::other)),
-        };
+    /// Leaves what was there before. `file` is the one that was made, or has got a length.
+    fn take_back(&self, file: &File) {
+        if self.is_there {
+            let _ = file.set_len(0);
+        } else if let (Ok((folder, name)), Ok(stat)) = (Folder::of(&self.path), file.metadata()) {
+            let _ = folder.remove(&name, FileId::of(&stat));
+        }
     }
 }
 
@@ -157,11 +160,11 @@ pub async fn create_with(
         return publish(half, path);
     };
     let made = data_file.make(new.size_bytes, takes, no_lock).await?;
-    data_file.show(made, new.size_bytes, takes)?;
+    let shown = data_file.show(made, new.size_bytes, takes)?;
     let is_elsewhere = real(folder_of(path)).ok().as_deref() != data_file.path.parent();
     // In one folder, their names become durable together.
     let durable = if is_elsewhere { OsFiles::default().sync_name(&data_file.path) } else { Ok(()) };
     // What has its name stays, and needs the data file, also when that is not durable.
-    durable.and_then(|()| give_name(half, path)).inspect_err(|_| data_file.take_back())?;
+    durable.and_then(|()| give_name(half, path)).inspect_err(|_| data_file.take_back(&shown))?;
     OsFiles::default().sync_name(path)
 }

@@ -54,8 +54,10 @@ impl Of<'_> {
     fn own(&self, name: &str) -> Result<Option<PathBuf>> {
         let mut found: Vec<_> = self.parents.iter().filter(|path| is_called(self.disk, path, name)).cloned().collect();
         let [file, plain] = file_names(self.disk, name);
-        if file.starts_with(&self.prefix()) {
-            add(&mut found, self.disk.with_file_name(file));
+        let called_so = self.disk.with_file_name(&file);
+        // A disk of its own may be called so.
+        if file.starts_with(&self.prefix()) && is_image(&called_so) && self.has_common(&called_so) == Some(true) {
+            add(&mut found, called_so);
         }
         // A file of this name in the folder of the user, when the disk lies elsewhere.
         if !found.is_empty() && !self.is_here() {
@@ -78,14 +80,19 @@ impl Of<'_> {
         is_same_file(folder_of(self.disk), Path::new("."))
     }
 
-    /// True when `image` and the disk have an image in common, or nobody knows, because the image cannot be opened: whoever opens it next says why.
+    /// True when `image` and the disk have an image in common, or nobody knows: whoever opens it next says why.
     fn is_related(&self, image: &Path) -> bool {
+        self.has_common(image).unwrap_or(true)
+    }
+
+    /// Do `image` and the disk have an image in common? `None` when the image cannot be opened.
+    fn has_common(&self, image: &Path) -> Option<bool> {
         let options = OpenOptions { read_only: true, ..OpenOptions::default() };
         let at = Locator::from(image);
         let layers = on_engine(move || async move { Ok(disks::open(CacheMode::Page, &at, &options).await?.layers()) });
-        let Ok(layers) = layers else { return true };
+        let layers = layers.ok()?;
         let own = || self.parents.iter().map(PathBuf::as_path).chain([self.disk]);
-        layers.iter().any(|layer| own().any(|path| is_same_file(path, &layer.path)))
+        Some(layers.iter().any(|layer| own().any(|path| is_same_file(path, &layer.path))))
     }
 
     /// There is no such image.
@@ -116,6 +123,7 @@ impl Of<'_> {
         let mut others: Vec<_> = entries
             .filter(|path| path.file_name().is_some_and(|file| file.to_string_lossy().starts_with(&self.prefix())))
             .filter(|path| path.extension() == self.disk.extension() && Format::from_extension(path).is_some())
+            .filter(|path| self.has_common(path) == Some(true))
             .map(|path| name_of(self.disk, &path))
             .filter(|name| !names.contains(name))
             .collect();

@@ -125,6 +125,12 @@ fn notes_that_are_not_spiles_are_passed_over_and_named() {
     assert!(code.success() && said.contains(".d.vhd.spile-job") && said.contains("4242"), "{said}");
     let snapshot = text_of(&run(dir, &["snapshot", "d.vhd", "--name", "s1"]));
     assert!(snapshot.contains("s1.vhd: what the disk held") && snapshot.contains("pipe"), "{snapshot}");
+    let gone = dir.join(".p.vhd.spile-gone");
+    fs::write(&gone, "anything").unwrap();
+    given_to_other(&gone);
+    let left = text_of(&run(dir, &["gc", "."]));
+    assert!(left.contains("nothing to do") && left.contains(".p.vhd.spile-gone: Spile has not made this"), "{left}");
+    assert!(gone.exists(), "what is not Spile's stays");
     assert_eq!(fs::read_to_string(&job).unwrap(), note, "what is not Spile's stays");
     assert!(changes.symlink_metadata().is_ok() && moved.symlink_metadata().unwrap().is_symlink());
 }

@@ -241,3 +241,126 @@ fn a_merge_does_not_go_on_in_another_folder() {
     assert_eq!(foreign_files(&at), 2);
     assert!(served.terminate().success());
 }
+
+/// While a name of a verb is now the tenant's file and now a link to root's, nothing of root's file is shown, changed or given away, whatever the verb says.
+#[test]
+fn no_verb_follows_a_name_that_becomes_a_link() {
+    let Some(trap) = Trap::new("no_verb_follows_a_name_that_becomes_a_link") else { return };
+    let races: [(&[&str], &str); 16] = [
+        (&["backup", "d.vhd", "b.raw"], "d.vhd"),
+        (&["backup", "d.vhd", "b.raw"], "b.raw"),
+        (&["verify", "kept.raw"], "kept.raw"),
+        (&["restore", "kept.raw", "r.vhd"], "kept.raw"),
+        (&["restore", "kept.raw", "r.vhd"], "r.vhd"),
+        (&["move", "d.vhd", "--to", "m.vhd"], "d.vhd"),
+        (&["move", "d.vhd", "--to", "m.vhd"], "m.vhd"),
+        (&["checkpoint", "d.vhd", "c1"], "d.vhd"),
+        (&["delete", "d.vhd"], "d.vhd"),
+        (&["clone", "d.vhd", "c.vhd"], "c.vhd"),
+        (&["flatten", "d.vhd"], "d.vhd"),
+        (&["coalesce", "d.vhd"], "d-s0.vhd"),
+        (&["revert", "d.vhd", "s0"], "d-s0.vhd"),
+        (&["rebase", "d.vhd", "--parent", "d-s0.vhd"], "d-s0.vhd"),
+        (&["convert", "d.vhd", "c.qcow2"], "c.qcow2"),
+        (&["gc", "."], "d.vhd"),
+    ];
+    for (verb, name) in races {
+        for round in 0..ROUNDS / 4 {
+            let ten = trap.ten();
+            ok(&ten, &["create", "d.vhd", "--size", "4M"]);
+            ok(&ten, &["snapshot", "d.vhd", "--name", "s0"]);
+            ok(&ten, &["backup", "d.vhd", "kept.raw"]);
+            trap.link("l");
+            let exchanging = Beside::exchanging(&ten, "l", name);
+            run(&ten, verb);
+            drop(exchanging);
+            trap.assert_untouched();
+            for entry in std::fs::read_dir(&ten).unwrap().flatten() {
+                let is_link = entry.file_type().unwrap().is_symlink();
+                assert!(is_link || !holds_secret(&entry.path()), "{verb:?}, round {round}: {:?}", entry.path());
+                match entry.file_type().unwrap().is_dir() {
+                    true => std::fs::remove_dir_all(entry.path()).unwrap(),
+                    false => std::fs::remove_file(entry.path()).unwrap(),
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_disk_in_use_stays_the_file_that_was_opened_whatever_its_name_leads_to() {
+    let Some(trap) = Trap::new("a_disk_in_use_stays_the_file_that_was_opened") else { return };
+    let ten = trap.ten();
+    ok(&ten, &["create", "held.vhd", "--size", "64M"]);
+    trap.link("l");
+    let served = Served::start(&ten, &["held.vhd"]);
+    let client = Client::connect(&served.uri()).unwrap();
+    let exchanging = Beside::exchanging(&ten, "l", "held.vhd");
+    for round in 0..ROUNDS / 4 {
+        // Each takes a new block: the file grows.
+        client.write((round as u64) << 21, &[1; 4096], true).unwrap();
+        let (copy, name) = (format!("b{round}.raw"), format!("s{round}"));
+        let verbs: [&[&str]; 5] = [
+            &["backup", "held", &copy],
+            &["snapshot", "held", "--name", &name],
+            &["resize", "held", "+1M"],
+            &["checkpoint", "held", &name],
+            &["coalesce", "held"],
+        ];
+        for verb in verbs {
+            run(&ten, verb);
+        }
+        assert!(!holds_secret(&ten.join(&copy)), "round {round}");
+    }
+    drop(exchanging);
+    for round in 0..ROUNDS / 4 {
+        let mut bytes = [0; 4096];
+        client.read((round as u64) << 21, &mut bytes).unwrap();
+        assert_eq!(bytes, [1; 4096], "round {round}");
+    }
+    served.terminate();
+    trap.assert_untouched();
+}
+
+#[test]
+fn a_link_to_what_a_process_has_open_is_not_followed() {
+    let Some(trap) = Trap::new("a_link_to_what_a_process_has_open") else { return };
+    let (ten, held) = (trap.ten(), std::fs::File::open(&trap.victim).unwrap());
+    let open = format!("/proc/{}/fd/{}", std::process::id(), std::os::fd::AsRawFd::as_raw_fd(&held));
+    symlink(open, ten.join("p.raw")).unwrap();
+    lchown(ten.join("p.raw"), Some(TENANT), Some(TENANT)).unwrap();
+    let told = fails(&ten, 1, &["convert", "p.raw", "copy.raw"]);
+    assert!(told.contains("symbolic link of user 54321") && !ten.join("copy.raw").exists(), "{told}");
+    fails(&ten, 1, &["serve", "p.raw", "--nbd", "unix:s", "--control", "none"]);
+    fails(&ten, 1, &["resize", "p.raw", "1G"]);
+    trap.assert_untouched();
+}
+
+/// The note of a move decides about other files, so only Spile's own counts, and only for the disk that it was written for.
+#[test]
+fn a_planted_note_of_a_move_moves_nothing() {
+    let Some(trap) = Trap::new("a_planted_note_of_a_move") else { return };
+    let ten = trap.ten();
+    let half = ten.join("h");
+    let note = |image: &Path| {
+        let (to, image, half) = (ten.join("none"), image.display(), half.display());
+        format!("spile moved 1\nto {}\nimage {image}\nhalf {half}\nend\n", to.display())
+    };
+    let planted = ten.join(".d.raw.spile-moved");
+    // The tenant's own note; and one that root's Spile has written for another disk, under a new name.
+    for owner in [TENANT, 0] {
+        std::fs::write(&half, "half").unwrap();
+        std::fs::write(&planted, note(&trap.victim)).unwrap();
+        lchown(&planted, Some(owner), Some(owner)).unwrap();
+        let commands: [&[&str]; 3] = [
+            &["serve", "d.raw", "--nbd", "unix:s", "--control", "none"],
+            &["resize", "d.raw", "1G"],
+            &["snapshot", "d.raw", "--name", "s"],
+        ];
+        for command in commands {
+            fails(&ten, 1, command);
+        }
+        assert!(half.exists() && !ten.join("d.raw").exists(), "owner {owner}");
+        trap.assert_untouched();
+    }
+}

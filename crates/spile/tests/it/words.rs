@@ -163,3 +163,24 @@ fn bash_completes_names_of_disks_snapshots_and_jobs() {
     assert!(served.terminate().success());
     assert!(run(dir, &["complete-names", "--", "spile", "show"]).status.success());
 }
+
+/// The name of a snapshot belongs to its disk, and a disk of its own may be called as the file of one.
+#[test]
+fn a_disk_whose_name_begins_like_another_ones_is_no_snapshot_of_that() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for disk in ["vm1.vhd", "vm1-data.vhd"] {
+        ok(dir, &["create", disk, "--size", "4M"]);
+    }
+    ok(dir, &["snapshot", "vm1.vhd", "--name", "s1"]);
+    for args in [&["delete", "vm1.vhd", "data"][..], &["revert", "vm1.vhd", "data", "--discard"]] {
+        let out = run(dir, args);
+        let told = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(!out.status.success() && !told.contains("snapshots are data"), "{args:?}: {told}");
+    }
+    for disk in ["vm1.vhd", "vm1-data.vhd", "vm1-s1.vhd"] {
+        ok(dir, &["check", disk]);
+    }
+    ok(dir, &["delete", "vm1-data.vhd"]);
+    ok(dir, &["revert", "vm1.vhd", "s1", "--discard"]);
+}

@@ -69,7 +69,11 @@ impl Folder {
         let (came, gone) = (there.id(to), self.id(from));
         let is_right = matches!((&came, &gone), (Ok(Some(came)), Ok(Some(gone))) if (*came, *gone) == (id, over));
         if is_right {
-            return self.remove(from, over);
+            // The names are right: what is left is told, and fails nothing.
+            if let Err(error) = self.remove(from, over) {
+                tracing::warn!("{error}: what was replaced keeps this name");
+            }
+            return Ok(());
         }
         let _ = swap();
         match came {

@@ -182,7 +182,11 @@ impl Walk {
                         self.follow(found)?;
                         continue;
                     }
-                    true => true,
+                    // It leads to whatever a process has open.
+                    true => match self.owner {
+                        Some(owner) => return Err(Failed::Owner(owner, rustix::fs::fstat(&self.at)?.st_uid)),
+                        None => true,
+                    },
                 },
                 Ok(_) | Err(Errno::NOENT) => false,
                 Err(errno) => return Err(errno.into()),

@@ -6,7 +6,7 @@
 //! further callers wait, and those of others do not wait for them. The thread has no timer while nobody calls.
 
 use std::collections::HashMap;
-use std::net::{IpAddr, TcpListener as StdListener};
+use std::net::{IpAddr, Ipv6Addr, TcpListener as StdListener};
 use std::os::fd::OwnedFd;
 use std::str::FromStr;
 use std::sync::{Arc, PoisonError};
@@ -38,6 +38,8 @@ const MAX_CONNECTIONS: usize = 64;
 const MAX_AT_WORK: usize = MAX_CONNECTIONS / 2;
 /// The most connections of one host, those that wait included; further ones are hung up on.
 const MAX_OF_A_HOST: usize = 128;
+/// The most callers of all hosts that are answered or wait: each has a descriptor.
+const MAX_WAITING: usize = 512;
 /// How long a caller may take to say what it wants.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// How long a call may take, its answer included.
@@ -160,20 +162,33 @@ fn router(answers: Answers) -> Router {
 
 async fn accept(listener: TcpListener, router: Router) {
     let (places, hosts) = (Arc::new(Semaphore::new(MAX_CONNECTIONS)), Hosts::default());
+    let waiting = Arc::new(Semaphore::new(MAX_WAITING));
     loop {
+        let Ok(caller_place) = waiting.clone().acquire_owned().await else { return };
         match listener.accept().await {
             Ok((stream, from)) => {
-                let Some(caller) = hosts.enter(from.ip().to_canonical()) else { continue };
+                let Some(caller) = hosts.enter(network_of(from.ip())) else { continue };
                 let (router, places) = (router.clone(), places.clone());
                 tokio::spawn(async move {
-                    let _of_host = caller.places.acquire().await;
-                    let _place = places.acquire().await;
-                    serve(stream, router, READER_PATIENCE).await;
+                    let _counted = caller_place;
+                    let all_places = async { (caller.places.acquire().await, places.acquire().await) };
+                    // Whoever waits for longer than that asks again.
+                    if let Ok(_places) = timeout(CALL_PATIENCE, all_places).await {
+                        serve(stream, router, READER_PATIENCE).await;
+                    }
                 });
             }
             // Such as for want of descriptors, and then the next try fails as well.
             Err(_) => sleep(ACCEPT_REST).await,
         }
+    }
+}
+
+/// The host of an address. One host has as many addresses as it wants in its IPv6 network of 64 bits.
+fn network_of(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() >> 64 << 64).into(),
+        address => address,
     }
 }
 
