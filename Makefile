@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup build static demo test test-long check bench bench-vhost bench-life bench-xen report count fuzz sim soak guest peer iotests tidy deny test-xen clean
+.PHONY: help setup build static demo test test-long check bench bench-vhost bench-peers bench-life bench-xen report count fuzz sim soak guest peer iotests tidy deny test-xen clean
 
 # rustup puts cargo here, and a shell that was open before does not know it yet.
 export PATH := $(HOME)/.cargo/bin:$(PATH)
@@ -25,6 +25,7 @@ help:
 	@echo 'make test-long          the long versions of some checks, for hours'
 	@echo 'make bench              Spile beside qemu-nbd and nbdkit  (ARGS="--only randread")'
 	@echo 'make bench-vhost        the same over vhost-user, beside qemu-storage-daemon and fio'
+	@echo 'make bench-peers        a few lines of both, and the picture of them in README.md'
 	@echo 'make bench-life         copies and merges of disks, beside qemu-img and nbdcopy  (ARGS="--rounds 9")'
 	@echo 'make bench-xen          instructions of a request on a nested Xen, beside blkback and qdisk  (ARGS=--quick)'
 	@echo 'make report             run the experiments, and make a page of them for this machine  (ARGS=--quick)'
@@ -69,6 +70,10 @@ bench:
 bench-vhost:
 	@scripts/setup.sh test
 	@cargo xtask bench-vhost $(ARGS)
+
+bench-peers:
+	@scripts/setup.sh test
+	@cargo xtask bench-peers $(ARGS)
 
 bench-life:
 	@scripts/setup.sh test

@@ -19,9 +19,13 @@ mod life;
 mod lines;
 mod nbd;
 mod open;
+mod peers;
+mod picture;
 mod report;
 pub mod server;
 mod vhost;
+
+pub use peers::run as run_peers;
 
 use crate::{Result, shell};
 use figures::Point;

@@ -40,6 +40,7 @@ const COMMANDS: &[(&str, &str, Entry)] = &[
     ("soak", "run servers and guests under kills, full disks, hung stores (--minutes N, --seed S)", peer::run_soak),
     ("bench", "compare speed over NBD with peers (--quick, --rounds N, --only WORD)", bench::run),
     ("bench-vhost", "the same over vhost-user-blk", bench::run_vhost),
+    ("bench-peers", "a few lines of both, as one picture (--svg FILE)", bench::run_peers),
     ("bench-life", "compare copies and merges of disks with other programs (--quick, --rounds N)", bench::run_life),
     ("bench-xen", "compare backends on a nested Xen (--quick, --rounds N, --json)", peer::run_xen_comparison),
     ("count", "count the instructions of one request and compare (--update keeps the figures)", count::run),

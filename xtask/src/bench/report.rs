@@ -35,6 +35,11 @@ impl Report {
         Report { results, skips, slower, hit: 0, missed: Vec::new(), broken: Vec::new() }
     }
 
+    /// The figures of all lines so far, a side each.
+    pub fn results(&self) -> &[Value] {
+        &self.results
+    }
+
     /// Notes something that could not be measured here.
     pub fn skip(&mut self, reason: &str) {
         println!("SKIP {reason}");
@@ -215,7 +220,8 @@ fn cell(line: &Line, summary: &Summary) -> String {
     format!("{rate}{p50} {:.2}", summary.cpu_us)
 }
 
-fn shown_rate(rate: f64, bandwidth: bool) -> String {
+/// A rate for people: requests a second, or MB/s.
+pub fn shown_rate(rate: f64, bandwidth: bool) -> String {
     match rate {
         rate if bandwidth => format!("{:.0} MB/s", rate / 1e6),
         rate if rate >= 10_000.0 => format!("{:.1} k", rate / 1e3),
@@ -224,7 +230,7 @@ fn shown_rate(rate: f64, bandwidth: bool) -> String {
 }
 
 /// A description of the machine.
-fn host() -> Value {
+pub fn host() -> Value {
     let first_line = |program: &str, argument: &str| {
         let done = shell::on_path(program).then(|| Command::new(program).arg(argument).output().ok()).flatten();
         let text = done.map(|done| String::from_utf8_lossy(&done.stdout).into_owned());
