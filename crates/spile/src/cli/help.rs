@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 
 use clap::{Command, CommandFactory};
 
-use super::Cli;
 use super::bench::PATHS;
+use super::{Cli, groups};
 use crate::bench::about::about;
 
 /// The end of one command's help.
@@ -701,7 +701,7 @@ it is. With --background the command returns at once, and so it does with
 
 /// The whole command line, with what its help says at the end.
 pub fn command() -> Command {
-    with_endings(Cli::command().term_width(COLUMNS), "")
+    groups::grouped(with_endings(Cli::command().term_width(COLUMNS), ""), COLUMNS)
 }
 
 /// The end of the help of the command `words`, if that is in the table.

@@ -20,6 +20,7 @@ mod ending;
 mod events;
 mod fill;
 mod gc;
+mod groups;
 mod help;
 mod info;
 mod internal_snapshot;
