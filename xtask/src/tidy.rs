@@ -5,6 +5,7 @@
 
 pub mod arrows;
 mod docs;
+mod messages;
 mod mods;
 mod paths;
 mod rules;
@@ -57,6 +58,7 @@ fn rust_findings(sources: &[Source], metadata: &arrows::Metadata) -> Vec<Finding
         findings.extend(rules::allows_unsafe(source));
         findings.extend(rules::left_open(source));
         findings.extend(paths::check(source));
+        findings.extend(messages::check(source));
         if metadata.is_crate_root(&source.path) {
             findings.extend(rules::forbids_unsafe(source));
         }

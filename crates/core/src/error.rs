@@ -1,8 +1,10 @@
-//! One error for the whole data path: a stable kind for programs, a context for people, the source below it.
+//! One error for the whole data path: a stable kind and a code for programs, a context for people, the source below it.
 
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
+
+use crate::Code;
 
 /// The result of anything in the data path.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -48,6 +50,7 @@ pub struct Error(Box<Inner>);
 
 struct Inner {
     kind: ErrorKind,
+    code: Option<Code>,
     message: String,
     path: Option<PathBuf>,
     offset_bytes: Option<u64>,
@@ -63,6 +66,7 @@ impl Error {
         let message = message.into();
         Self(Box::new(Inner {
             kind,
+            code: None,
             message,
             path: None,
             offset_bytes: None,
@@ -84,6 +88,12 @@ impl Error {
     /// [`Error::io`] of a bare errno.
     pub fn errno(operation: impl Into<String>, errno: i32) -> Self {
         Self::io(operation, io::Error::from_raw_os_error(errno))
+    }
+
+    /// Adds the code of its cause.
+    pub fn coded(mut self, code: Code) -> Self {
+        self.0.code = Some(code);
+        self
     }
 
     /// Adds the path, unless one nearer the cause is set already.
@@ -148,6 +158,17 @@ impl Error {
         self.0.kind
     }
 
+    /// The code of its cause, if programs act on that: its own one, or that of the error below it.
+    pub fn code(&self) -> Option<Code> {
+        let below = || self.0.source.as_ref()?.downcast_ref::<Self>()?.code();
+        self.0.code.or_else(below)
+    }
+
+    /// True when the error has this code.
+    pub fn is(&self, code: Code) -> bool {
+        self.code() == Some(code)
+    }
+
     /// The message without path, offset and hint.
     pub fn message(&self) -> &str {
         &self.0.message
@@ -190,6 +211,7 @@ impl Error {
         let source = i.source.as_ref().map(|s| s.to_string().into());
         Self(Box::new(Inner {
             kind: i.kind,
+            code: self.code(),
             message: i.message.clone(),
             path: i.path.clone(),
             offset_bytes: i.offset_bytes,
@@ -291,10 +313,19 @@ mod tests {
     #[test]
     fn an_error_in_other_words_keeps_its_kind_and_its_errno() {
         let error = Error::errno("cannot connect to a", 2).at_path(Path::new("/a")).hint("start a").permanent();
+        let error = error.coded(Code::InUse);
         let other = error.reworded(|text| text.replace('a', "b"));
         assert_eq!((other.kind(), other.os_errno()), (ErrorKind::NotFound, Some(2)));
-        assert!(other.is_permanent() && other.path() == Some(Path::new("/b")));
+        assert!(other.is(Code::InUse) && other.is_permanent() && other.path() == Some(Path::new("/b")));
         assert_eq!(other.to_string(), "/b: cbnnot connect to b: No such file or directory (os error 2) (stbrt b)");
+    }
+
+    #[test]
+    fn the_code_of_the_error_below_is_kept() {
+        let below = Error::new(ErrorKind::Denied, "the server refuses").coded(Code::NameFree);
+        let error = Error::new(ErrorKind::Unsupported, "the chain cannot be kept").caused_by(below);
+        assert!(error.is(Code::NameFree) && error.duplicate().is(Code::NameFree));
+        assert!(error.coded(Code::Retry).is(Code::Retry));
     }
 
     #[test]

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub mod budget;
+mod code;
 mod disk;
 mod error;
 mod extent;
@@ -20,6 +21,7 @@ mod text;
 mod units;
 mod yield_now;
 
+pub use code::{Code, coded_text, split_code};
 pub use disk::{Disk, DiskInfo, Epoch, ExtentKind, ExtentStatus};
 pub use error::{Error, ErrorKind, Result, ResultExt};
 pub use extent::{Extent, GuestOffset, StoreOffset};

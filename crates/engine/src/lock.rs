@@ -28,7 +28,7 @@ use std::fs::File;
 use std::os::fd::{AsFd as _, AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use spile_core::{Error, ErrorKind, OpenMode, Result};
+use spile_core::{Code, Error, ErrorKind, OpenMode, Result};
 
 use crate::sys::last_errno;
 
@@ -270,6 +270,7 @@ fn no_locks(errno: i32) -> Error {
 
 fn busy() -> Error {
     Error::new(ErrorKind::Busy, "the file is in use by another process")
+        .coded(Code::InUse)
         .hint("end the program that has it open, or open it read-only in both")
 }
 

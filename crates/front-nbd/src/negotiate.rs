@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use spile_core::{Error, ErrorKind};
+use spile_core::{Error, ErrorKind, coded_text};
 
 use crate::contexts::{Context, MOST_CONTEXTS, Selected};
 use crate::wire::handshake::{
@@ -171,7 +171,8 @@ impl Negotiator {
     /// The export `name` cannot be had, because of `error`.
     pub fn refuse(&mut self, name: &str, error: &Error) {
         let kind = if error.kind() == ErrorKind::NotFound { rep::ERR_UNKNOWN } else { rep::ERR_POLICY };
-        self.refused = Some((name.to_owned(), kind, cut(error.message(), MOST_REASON_BYTES).to_owned()));
+        let why = coded_text(error.code(), cut(error.message(), MOST_REASON_BYTES));
+        self.refused = Some((name.to_owned(), kind, why));
     }
 
     fn is_refused(&self, name: &str) -> bool {

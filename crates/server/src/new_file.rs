@@ -97,13 +97,17 @@ impl HalfMade {
         Ok(())
     }
 
-    /// As [`HalfMade::publish`], in the place of the file that has that name. The new one may be used by nobody who might not use the old one, by its mode; it
-    /// gets its group where both have the same owner.
+    /// As [`HalfMade::publish`], in the place of the file `older`, if that still has the name. The new one may be used by nobody who might not use the old one, by its
+    /// mode; it gets its group where both have the same owner.
     ///
     /// # Errors
-    /// The system's. The other file has its name then.
-    pub fn replace(mut self, dst: &Path) -> Result<()> {
+    /// `Busy` when another file has the name by now; the system's. The other file has its name then.
+    pub fn replace(mut self, dst: &Path, older: Option<FileId>) -> Result<()> {
         self.check_folder(dst)?;
+        let over = self.over(dst)?;
+        if over.is_some() && over != older {
+            return Err(spile_core::exchanged(dst));
+        }
         self.take_access(dst)?;
         let id = self.id()?;
         if self.temporary.is_none() {
@@ -112,7 +116,6 @@ impl HalfMade {
             self.temporary = Some(temporary);
         }
         if let Some(temporary) = &self.temporary {
-            let over = self.over(dst)?;
             let done = self.folder.rename((temporary, id), &self.folder, (&self.name, over));
             done.map_err(|error| unnamed(dst, error))?;
         }
@@ -166,7 +169,8 @@ impl HalfMade {
         if error.path().is_none_or(|path| path != self.path() && path != Path::new(&resolved)) {
             return error;
         }
-        let mut told = Error::new(error.kind(), error.message()).at_path(dst);
+        let told = Error::new(error.kind(), error.message()).at_path(dst);
+        let mut told = error.code().into_iter().fold(told, Error::coded);
         if let Some(offset) = error.offset_bytes() {
             told = told.at_offset(offset);
         }

@@ -105,7 +105,8 @@ pub fn check(source: &Source) -> Vec<Finding> {
     vec![Finding::new(&source.path, calls[most], message)]
 }
 
-fn is_product(path: &str) -> bool {
+/// True for the path of a file of the product, tests left out.
+pub fn is_product(path: &str) -> bool {
     let is_test = path.ends_with("/tests.rs") || path.contains("/tests/");
     !is_test && CRATES.iter().any(|name| path.starts_with(&format!("crates/{name}/src/")))
 }

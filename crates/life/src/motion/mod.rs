@@ -38,7 +38,7 @@ mod status;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use spile_core::{Disk, Error, ErrorKind, Files, Locator, OpenMode, Result};
+use spile_core::{Code, Disk, Error, ErrorKind, Files, Locator, OpenMode, Result};
 use spile_image::layer::{Identity, Layer};
 use spile_image::{Broken, Format, Graph};
 use spile_node::{OldEpoch, Stage};
@@ -317,9 +317,7 @@ async fn open_place<F: Files>(
             tries += 1;
             match place.take_up(work, source, plan, &copied).await {
                 // It is a disk of that host by now, and stays so; or nobody knows what it is.
-                Err(error)
-                    if [received::IS_WHOLE, place::NOT_KNOWN].iter().any(|text| error.to_string().contains(text)) =>
-                {
+                Err(error) if matches!(error.code(), Some(Code::CopyComplete | Code::CopyUnknown)) => {
                     return Err(error);
                 }
                 // The other host may come back; and the kernel may not have wound up the process that was killed.

@@ -6,7 +6,9 @@
 //! Some servers, nbdkit among them, have one export and take any name for it: there every order finds something. So an order that gives no image
 //! finds an export that says who has answered ([`ANSWER`]).
 
-use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreOffset, Via, is_unseen};
+use spile_core::{
+    Code, Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreOffset, Via, is_unseen,
+};
 use spile_image::Format;
 use spile_image::layer::Identity;
 
@@ -149,12 +151,6 @@ pub(super) fn is_earlier_attempt(id: Identity, other: Identity) -> bool {
 /// The length of the export that is the answer to an order which was obeyed.
 pub const ANSWER_BYTES: u64 = 4096;
 
-/// What whoever asks for something of a name is told that is none. A `spile receive` that does not know an order takes it for such a name.
-pub(super) const NEEDS_NAME: &str = "a disk that comes needs the name of one file";
-
-/// What [`Order::Find`] is answered when nothing has the name.
-pub(super) const IS_FREE: &str = "nothing has this name here";
-
 /// The answer begins so.
 pub const ANSWER: &str = "spile receive has done what it was told\n";
 
@@ -185,22 +181,16 @@ fn about_the_disk(error: Error, at: &Locator) -> Error {
     error.reworded(|text| text.replace(&order, &format!("{before}{name}{query}")))
 }
 
-/// Said first by a host that cannot tell yet whether it obeys.
-const NOT_NOW: &str = "not now";
-
-/// What the other host is told of an order that has failed with `error`: that it may be given again, unless it is refused. Only the message goes there.
+/// The answer to an order that failed with `error`: the order may be given again, unless `error` refuses it.
 pub fn not_now(error: Error) -> Error {
-    match is_no(&error) {
-        true => error,
-        false => Error::new(error.kind(), format!("{NOT_NOW}: {}", error.message())),
-    }
+    if is_no(&error) { error } else { error.coded(Code::Retry) }
 }
 
 /// True when `error` says that an order is refused. Else nobody knows whether it was obeyed.
 fn is_no(error: &Error) -> bool {
     use ErrorKind::{Denied, Exists, InvalidInput, NotFound, Unsupported};
     let is_refusal = matches!(error.kind(), Denied | Exists | InvalidInput | NotFound | Unsupported);
-    is_refusal && !error.message().contains(NOT_NOW)
+    is_refusal && !error.is(Code::Retry)
 }
 
 /// True when the other host has said that it refuses an order. What the system of this host says, such as that there is no such socket, is no answer
@@ -235,6 +225,11 @@ impl Order {
             Self::Finish { id } => format!("{PREFIX}finish/{}/{name}", to_hex(*id)),
             Self::Drop { id } => format!("{PREFIX}drop/{}/{name}", to_hex(*id)),
         }
+    }
+
+    /// True for the name of an export that is meant as an order, also one that this version does not know.
+    pub fn is_meant(export: &str) -> bool {
+        export.starts_with(PREFIX)
     }
 
     /// What an export's name asks for, and of which disk. `None` for one that is no order.

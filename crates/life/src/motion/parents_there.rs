@@ -18,16 +18,15 @@
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
-use spile_core::{Disk, Error, ErrorKind, Extent, ExtentKind, Files, Locator, Result, Store};
+use spile_core::{Code, Disk, Error, ErrorKind, Extent, ExtentKind, Files, Locator, Result, Store};
 use spile_image::layer::{Identity, Layer as _};
 use spile_image::{Broken, Format, Graph, OpenOptions};
 use spile_node::Aligned;
 
 use super::copier::put;
-use super::order::{self, Below, IS_FREE, InChain, Like, NEEDS_NAME, Order};
+use super::order::{self, Below, InChain, Like, Order};
 use super::parents::{JOINT, RUNS_AT_ONCE, compare, names_of_parents, sources_of, total_bytes};
 use super::place::check_size;
-use super::received::{IS_WHOLE, NO_IMAGE};
 use super::status::{Phase, Status};
 use crate::lanes::{Lane, Lanes};
 use crate::work::{GraphOf, Work};
@@ -132,8 +131,8 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
     pub fn may_pass(&self, error: &Error) -> bool {
         self.parents.may_be_late.set(true);
         // An order that was on its way for long may just have given a parent its name. And another move may send the same parent instead of this one, whose link was cut.
-        let is_other = |text: &str| text.contains(IS_WHOLE) || text.contains(NO_IMAGE);
-        let is_sent_otherwise = self.at.get() > 0 && is_other(&error.to_string());
+        let is_of_another = matches!(error.code(), Some(Code::CopyComplete | Code::NoSuchMove));
+        let is_sent_otherwise = self.at.get() > 0 && is_of_another;
         self.has_failed_there.get() && (is_sent_otherwise || !order::is_refused_there(error))
     }
 
@@ -192,14 +191,15 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
         let (size_bytes, like) = (self.size_bytes(number), self.like(number));
         match self.give(number, Order::Find { id: self.id, size_bytes, like }).await {
             Ok(()) => Ok(true),
-            Err(error) if error.to_string().contains(IS_FREE) => Ok(false),
+            Err(error) if error.is(Code::NameFree) => Ok(false),
             Err(error) => Err(error),
         }
     }
 
     /// `error` of the first order. Another server, and an older `spile receive`, do not know it.
     fn explain(&self, error: Error) -> Error {
-        let is_older = error.to_string().contains(NEEDS_NAME);
+        // An order that a host does not know is a name to it.
+        let is_older = matches!(error.code(), Some(Code::BadName | Code::OrderUnknown));
         if !order::is_refused_there(&error) || error.kind() != ErrorKind::NotFound && !is_older {
             return error;
         }

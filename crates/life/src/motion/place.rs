@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::{Either, select};
-use spile_core::{Disk, Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Store};
+use spile_core::{Code, Disk, Error, ErrorKind, Files, Locator, OpenMode, Result, ResultExt, Store};
 use spile_image::create::NewImage;
 use spile_image::layer::{Identity, Layer};
 use spile_image::{Broken, Format, Graph, OpenOptions};
@@ -17,7 +17,6 @@ use super::order::{self, Order};
 use super::parents::{Held, JOINT, Parents};
 use super::parents_there::{ParentsThere, Sending};
 use super::pauses::Pauses;
-use super::received::IS_WHOLE;
 use super::status::Status;
 use super::{Move, old_image, remove_name_of_old_image};
 use crate::jobs::Plan;
@@ -26,9 +25,6 @@ use crate::names;
 use crate::snapshot::{new_child, remove_if_there, unit_of};
 use crate::work::{GraphOf, Work, is_no_image};
 
-/// What is told of a half on another host of which nobody knows any more what lies below it.
-pub(super) const NOT_KNOWN: &str =
-    "it is not certain any more that the half-made image on the other host lies over these parents";
 const BEGIN_AGAIN: &str = "nothing is lost: begin the move again";
 
 /// How long the other host may take to remove what a cancelled move has left, or to say what it has.
@@ -222,7 +218,11 @@ impl Place {
         }
         let _ = target.close().await;
         // Begun once more by this attempt, it would be there still, and be taken for an empty one.
-        if self.sends_parents() { Err(Error::new(ErrorKind::Denied, NOT_KNOWN).hint(BEGIN_AGAIN)) } else { Ok(None) }
+        if !self.sends_parents() {
+            return Ok(None);
+        }
+        let what = "it is not certain any more that the half-made image on the other host lies over these parents";
+        Err(Error::new(ErrorKind::Denied, what).coded(Code::CopyUnknown).hint(BEGIN_AGAIN))
     }
 
     /// The disk's parents are sent to another host before it.
@@ -469,7 +469,7 @@ impl Place {
             Either::Left((Err(error), _)) if error.kind() == ErrorKind::NotFound && order::is_refused_there(&error) => {
                 return Ok(false);
             }
-            Either::Left((Err(error), _)) if error.to_string().contains(IS_WHOLE) => return Ok(true),
+            Either::Left((Err(error), _)) if error.is(Code::CopyComplete) => return Ok(true),
             Either::Left((Err(error), _)) => error,
             Either::Left((Ok(_), _)) => Error::new(ErrorKind::Busy, "it was not removed there"),
             Either::Right(_) => Error::new(ErrorKind::TimedOut, "the other host does not answer"),

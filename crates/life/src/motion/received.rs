@@ -26,12 +26,11 @@ use spile_image::layer::{Identity, Layer as _};
 use spile_image::{Format, Graph, OpenOptions};
 
 pub use self::errors::is_free_here;
-pub(super) use self::errors::{IS_WHOLE, NO_IMAGE};
-use self::errors::{is_whole, later_attempt, no_old_image, no_such_disk, no_such_move, other_half};
+use self::errors::{bad_name, is_whole, later_attempt, no_old_image, no_such_disk, no_such_move, other_half};
 use super::back::Left;
 use super::note::{is_free, refuse_taken, refuse_unfinished};
 use super::old_image;
-use super::order::{Below, InChain, Like, NEEDS_NAME, is_earlier_attempt, is_name};
+use super::order::{Below, InChain, Like, is_earlier_attempt, is_name};
 use super::place::remove_half;
 use crate::changes::header::{MOST_FILE_BYTES, PAGE_BYTES};
 use crate::gone::Gone;
@@ -205,10 +204,7 @@ impl<F: Files> Receiver<'_, F> {
     pub fn disk(&self, name: &str) -> Result<PathBuf> {
         match is_name(name) {
             true => Ok(self.folder.join(name)),
-            false => {
-                let what = format!("{NEEDS_NAME}: letters, digits, and - _ . + @, first neither a dot nor a dash");
-                Err(Error::new(ErrorKind::InvalidInput, what))
-            }
+            false => Err(bad_name()),
         }
     }
 

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
 
-use spile_core::{Error, ErrorKind, Result};
+use spile_core::{Code, Error, ErrorKind, Result};
 use spile_front_nbd::{Find, Found, Wanted};
 use spile_image::layer::{Identity, Layer as _};
 use spile_life::motion::{Order, ReceivedState, is_free_here, not_now};
@@ -23,6 +23,7 @@ impl Find<ServedDisk> for Door {
         Box::pin(async move {
             let (order, name) = match Order::of_export(&wanted.export) {
                 Some((order, name)) => (Some(order), name),
+                None if Order::is_meant(&wanted.export) => return Err(unknown_order()),
                 None => (None, wanted.export.as_str()),
             };
             self.0.sweep().await;
@@ -49,6 +50,11 @@ pub(super) fn refused(error: Error) -> Error {
         ErrorKind::NotFound => Error::new(ErrorKind::Denied, error.message().to_owned()).caused_by(error),
         _ => error,
     }
+}
+
+fn unknown_order() -> Error {
+    let what = "this `spile receive` does not know the order: the host that gives it has another version of Spile";
+    Error::new(ErrorKind::Denied, what).coded(Code::OrderUnknown)
 }
 
 /// Refuses a name that is a link, also one that leads nowhere: nobody would be told of that before the end of the move.

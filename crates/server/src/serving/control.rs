@@ -20,7 +20,7 @@ use rustix::net::{
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use spile_core::{Error, ErrorKind, Result, ResultExt};
+use spile_core::{Code, Error, ErrorKind, Result, ResultExt, coded_text, split_code};
 use spile_front_vhost::ConnectionState;
 use spile_image::Graph;
 use spile_store::{HostStore, own_folder};
@@ -58,8 +58,22 @@ fn is_zero(number: &u32) -> bool {
     *number == 0
 }
 
-/// What a server answers to a line that it does not know.
-pub const NOT_UNDERSTOOD: &str = "a line on the control socket is not understood";
+/// The answer of a server of layout 0 to 2 to a request that it does not know begins so. Those servers send no codes.
+const NOT_UNDERSTOOD: &str = "a line on the control socket is not understood";
+
+impl Answer {
+    /// The answer that a request failed with `error`.
+    pub fn failed(error: &Error) -> Self {
+        Self::Error(coded_text(error.code(), &error.to_string()))
+    }
+}
+
+/// The error that [`Answer::Error`] stands for, as one of `kind`.
+pub fn failed_there(kind: ErrorKind, said: &str) -> Error {
+    let (code, words) = split_code(said);
+    let of_older = said.starts_with(NOT_UNDERSTOOD).then_some(Code::RequestUnknown);
+    code.or(of_older).into_iter().fold(Error::new(kind, words), Error::coded)
+}
 
 /// A request to a server.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -95,7 +109,7 @@ pub enum Request {
 pub enum Answer {
     /// The request is done.
     Done,
-    /// The request failed, and why.
+    /// The request failed, and why: a [`coded_text`].
     Error(String),
     /// The first line of a takeover. It is left out for a successor that sends no layout.
     Begin {
@@ -232,8 +246,8 @@ impl Link {
             }
         };
         let line: Vec<u8> = self.bytes.drain(..=end).collect();
-        let line: Line<T> =
-            serde_json::from_slice(&line).map_err(|e| Error::new(ErrorKind::Protocol, NOT_UNDERSTOOD).caused_by(e))?;
+        let line: Line<T> = serde_json::from_slice(&line)
+            .map_err(|e| Error::new(ErrorKind::Protocol, NOT_UNDERSTOOD).coded(Code::RequestUnknown).caused_by(e))?;
         if line.fds > self.fds.len() {
             return Err(Error::new(ErrorKind::Protocol, "descriptors are missing on the control socket"));
         }
@@ -279,7 +293,7 @@ impl Link {
         let _ = self.send(request, &[]);
         match self.recv()? {
             Some((Answer::Done, _)) => Ok(()),
-            Some((Answer::Error(what), _)) => Err(Error::new(ErrorKind::Io, what)),
+            Some((Answer::Error(what), _)) => Err(failed_there(ErrorKind::Io, &what)),
             other => Err(unexpected(other.map(|(answer, _)| answer).as_ref())),
         }
     }
@@ -354,7 +368,7 @@ pub struct LineRequest {
 impl LineRequest {
     /// Answers that the request is done, or why not; then others are let in again.
     pub fn answer(self, done: &Result<()>) {
-        self.answer_with(&done.as_ref().map_or_else(|error| Answer::Error(error.to_string()), |()| Answer::Done));
+        self.answer_with(&done.as_ref().map_or_else(Answer::failed, |()| Answer::Done));
     }
 
     /// Answers so; then others are let in again.
@@ -371,7 +385,7 @@ pub fn answer_line(stream: UnixStream, events: &mpsc::Sender<Event>, close_door:
     let request = match link.recv::<Request>() {
         Ok(Some((request, _))) => request,
         Ok(None) => return,
-        Err(error) => return drop(link.send(&Answer::Error(error.to_string()), &[])),
+        Err(error) => return drop(link.send(&Answer::failed(&error), &[])),
     };
     let ((closed, is_closed), (open, open_again)) = (mpsc::channel(), oneshot::channel());
     if !close_door(Pause { closed, open_again }) || is_closed.recv().is_err() {
@@ -387,7 +401,7 @@ pub fn answer_line(stream: UnixStream, events: &mpsc::Sender<Event>, close_door:
 /// Answers that nobody listens to this caller, and hangs up.
 pub fn refuse_line(stream: UnixStream, error: &Error) {
     if let Ok(link) = Link::new(stream) {
-        let _ = link.send(&Answer::Error(error.to_string()), &[]);
+        let _ = link.send(&Answer::failed(error), &[]);
     }
 }
 

@@ -20,11 +20,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
-use spile_core::{Disk as _, Error, ErrorKind, Result, ResultExt};
+use spile_core::{Code, Disk as _, Error, ErrorKind, Result, ResultExt};
 use spile_engine::{TakesPromised, take_promised};
 use spile_front_vhost::Handover;
 
-use super::control::{Answer, LAYOUT, LAYOUT_OF_LEFT, Link, MAX_FDS, NOT_UNDERSTOOD, Request, unexpected};
+use super::control::{Answer, LAYOUT, LAYOUT_OF_LEFT, Link, MAX_FDS, Request, failed_there, unexpected};
 use super::disks::{self as open_disks, Open};
 use super::fronts::{Listening, Role};
 use super::identity::{self, Exported};
@@ -137,7 +137,7 @@ pub fn ask(control: &Path, sockets: Vec<String>, queues: u16, disks: Vec<Exporte
     let request = Request::TakeOver { sockets: sockets.clone(), queues, disks: Some(disks.clone()), layout: LAYOUT };
     let given = match ask_once(control, &request) {
         // A build of layout 0 knows no identities of disks. It compares the keys of its guests' sockets, which name their disks.
-        Err(error) if error.kind() == ErrorKind::Busy && error.to_string().contains(NOT_UNDERSTOOD) => {
+        Err(error) if error.is(Code::RequestUnknown) => {
             ask_once(control, &Request::TakeOver { sockets, queues, disks: None, layout: 0 })
         }
         given => given,
@@ -221,7 +221,8 @@ fn recv_slow(link: &mut Link) -> Result<Option<(Answer, Vec<OwnedFd>)>> {
 }
 
 fn refused(what: &str) -> Error {
-    Error::new(ErrorKind::Busy, format!("the running server hands nothing over: {what}"))
+    let said = failed_there(ErrorKind::Busy, what);
+    Error::new(ErrorKind::Busy, "the running server hands nothing over").caused_by(said)
 }
 
 fn missing() -> Error {

@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use serde::de::DeserializeOwned;
-use spile_core::{Error, ErrorKind, Locator, Result};
+use spile_core::{Code, Error, ErrorKind, Locator, Result};
 use spile_image::{Format, Graph, OpenOptions};
 use spile_server::serving::api::client::{CHANGE_PATIENCE, LOOK_PATIENCE, ask};
 use spile_server::serving::api::discovery;
@@ -148,8 +148,7 @@ fn job_on(path: &Path) -> Option<Job> {
 
 /// The error that a file is in use, with the processes that have it open, as far as this user may see them.
 fn with_users(error: Error) -> Error {
-    let is_locked = error.kind() == ErrorKind::Busy && error.message().contains("in use by another process");
-    let users = error.path().filter(|_| is_locked).map(openers_of).unwrap_or_default();
+    let users = error.path().filter(|_| error.is(Code::InUse)).map(openers_of).unwrap_or_default();
     if users.is_empty() {
         return error;
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use clap::Args;
 use serde::Serialize;
 use serde_json::json;
-use spile_core::{Disk as _, Error, ErrorKind, Locator, Result, ResultExt};
+use spile_core::{Code, Disk as _, Error, ErrorKind, Locator, Result, ResultExt};
 use spile_engine::OsEnv;
 use spile_image::create::NewImage;
 use spile_image::{Format, Graph, OpenOptions};
@@ -292,7 +292,7 @@ pub fn clone(args: &CloneArgs) -> Result<Exit> {
             );
             error.hint(hint)
         }
-        None if error.message().contains("over the format's limit") => {
+        None if error.is(Code::FormatLimit) => {
             error.hint("a vhd ends at 2040 GiB: give the clone a name that ends in .qcow2")
         }
         None => error,

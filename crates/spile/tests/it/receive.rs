@@ -262,7 +262,7 @@ fn a_copy_that_has_its_name_is_never_written_to_again_by_its_job() {
         let served = serve(dir, &["old/receive-named.raw"]);
         Client::connect(&served.uri()).unwrap().write(9 * MIB as u64, &[5; 4096], true).unwrap();
         eventually("it has failed", || job(dir, "receive-named")["state"] == "failed");
-        assert!(job(dir, "receive-named")["error"].to_string().contains("is whole and has its name"));
+        assert!(job(dir, "receive-named")["error"].to_string().contains("is complete and has its name"));
         assert!(served.terminate().success());
         assert_eq!(names(dir, "there"), [".disk.raw.spile-received", "disk.raw"]);
         assert!(fs::read(dir.join("there/disk.raw")).unwrap() == bytes, "a disk that is whole was written to");

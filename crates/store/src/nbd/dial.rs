@@ -11,7 +11,7 @@ use std::time::Duration;
 use futures_util::future::{Either, select};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with, sockopt};
-use spile_core::{Error, ErrorKind, Result, Segment};
+use spile_core::{Error, ErrorKind, Result, Segment, split_code};
 use spile_engine::{Socket, sleep};
 use spile_nbd_tls::{ClientConfig, ClientFiles, Tls, Transport};
 use spile_nbd_wire::client::{
@@ -288,9 +288,13 @@ impl Handshake<'_> {
 /// The error of an option that was refused. The server's words are quoted: they go to a terminal.
 fn refusal(kind: u32, data: &[u8]) -> Error {
     let words = String::from_utf8_lossy(data);
-    let words = cut(&words, 200);
+    let (code, words) = split_code(&words);
+    let words = cut(words, 200);
     let said = if words.is_empty() { String::new() } else { format!(": {words:?}") };
-    let error = |kind, what: &str| Error::new(kind, format!("{what}{said}"));
+    let error = |kind, what: &str| {
+        let error = Error::new(kind, format!("{what}{said}"));
+        code.into_iter().fold(error, Error::coded)
+    };
     match kind {
         rep::ERR_UNKNOWN => error(ErrorKind::NotFound, "the server has no such export"),
         rep::ERR_POLICY => error(ErrorKind::Denied, "the server refuses"),
@@ -305,7 +309,20 @@ mod tests {
     use std::os::unix::net::UnixListener;
     use std::time::Instant;
 
+    use spile_core::Code;
+
     use super::*;
+
+    #[test]
+    fn a_refusal_has_the_code_that_stands_before_its_words() {
+        let said = |words: &str| refusal(rep::ERR_POLICY, words.as_bytes());
+        let coded = said("[name_free] nothing has it");
+        assert!(coded.is(Code::NameFree) && coded.message() == "the server refuses: \"nothing has it\"", "{coded}");
+        for words in ["[other] no", "name_free", "[name_free]"] {
+            let plain = said(words);
+            assert!(plain.code().is_none() && plain.message().contains(words), "{plain}");
+        }
+    }
 
     #[test]
     fn a_unix_socket_whose_server_does_not_accept_is_left_in_time() {

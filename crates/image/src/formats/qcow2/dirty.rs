@@ -12,7 +12,7 @@
 //!
 //! An image that is opened for reading only, alone or as a parent, stays as it is.
 
-use spile_core::{Error, ErrorKind, Result, Store};
+use spile_core::{Code, Error, ErrorKind, Result, Store};
 
 use super::check::repair;
 use super::codec::header::feature;
@@ -20,12 +20,9 @@ use super::open::{Head, read_head};
 
 const HINT: &str = "open it for reading only; `spile check` lists what is wrong, and `spile convert` copies what can be read into a new image";
 
-/// What an image is refused with that keeps its refcounts.
-const KEPT: &str = "the image is marked dirty, as its last writer was killed: its refcounts may be wrong";
-
 /// True for the error of an image whose refcounts may be wrong, and which was to keep them ([`keeps_dirty`](crate::OpenOptions::keeps_dirty)).
 pub fn is_dirty(error: &Error) -> bool {
-    error.kind() == ErrorKind::Unsupported && error.message() == KEPT
+    error.is(Code::ImageDirty)
 }
 
 /// The head of the image in `store`, which may be written now: where `head` says that the image is dirty, its refcounts are made anew, unless it
@@ -38,7 +35,8 @@ pub(super) async fn mended<S: Store>(store: &S, head: Head, keeps_dirty: bool) -
         return Ok(head);
     }
     if keeps_dirty {
-        let error = Error::new(ErrorKind::Unsupported, KEPT).at_path(store.path());
+        let what = "the image is marked dirty, as its last writer was killed: its refcounts may be wrong";
+        let error = Error::new(ErrorKind::Unsupported, what).coded(Code::ImageDirty).at_path(store.path());
         return Err(error.hint("spile check --repair makes them anew, while no other program has the image open"));
     }
     let path = store.path().display();

@@ -24,7 +24,7 @@
 
 use std::ops::Range;
 
-use spile_core::{Env, Error, ErrorKind, Result, SECTOR_BYTES, Segments, Store, StoreOffset, Via};
+use spile_core::{Code, Env, Error, ErrorKind, Result, SECTOR_BYTES, Segments, Store, StoreOffset, Via};
 
 use super::codec::MAX_SIZE_BYTES;
 use super::codec::bat::{self, MAX_BLOCKS};
@@ -170,6 +170,7 @@ impl CreateParams {
         let size = self.size_bytes;
         if size > MAX_SIZE_BYTES {
             return Err(invalid(format!("a VHD of {size} bytes is over the format's limit of 2040 GiB"))
+                .coded(Code::FormatLimit)
                 .hint("at most 2040 GiB; use --format raw for more"));
         }
         if size == 0 || !size.is_multiple_of(SECTOR_BYTES) {

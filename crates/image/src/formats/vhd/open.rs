@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 
 use async_lock::RwLock;
-use spile_core::{Env, Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
+use spile_core::{Code, Env, Error, ErrorKind, Result, Segments, Store, StoreOffset, Via};
 
 use super::alloc::{Alloc, FooterState};
 use super::bat::Bat;
@@ -157,7 +157,8 @@ pub(super) fn check_size(footer: &Footer, file_bytes: u64) -> Result<()> {
         return Err(Error::new(
             ErrorKind::Unsupported,
             format!("the virtual size {size} is over the format's limit of 2040 GiB"),
-        ));
+        )
+        .coded(Code::FormatLimit));
     }
     if footer.disk_type == DiskType::Fixed && size > file_bytes.saturating_sub(511) {
         return Err(corrupt(format!(

@@ -28,7 +28,7 @@
 
 use std::ops::{Range, RangeFrom};
 
-use spile_core::{Error, ErrorKind, Result, ResultExt, Segments, Store, StoreOffset, Via};
+use spile_core::{Code, Error, ErrorKind, Result, ResultExt, Segments, Store, StoreOffset, Via};
 
 use super::check::write_batmap;
 use super::codec::MAX_SIZE_BYTES;
@@ -62,9 +62,8 @@ struct Grown {
 pub(super) fn check_size(old_bytes: u64, size_bytes: u64) -> Result<()> {
     if size_bytes > MAX_SIZE_BYTES {
         let what = format!("a VHD of {size_bytes} bytes is over the format's limit of 2040 GiB");
-        return Err(
-            Error::new(ErrorKind::InvalidInput, what).hint("at most 2040 GiB; convert the disk to raw for more")
-        );
+        let error = Error::new(ErrorKind::InvalidInput, what).coded(Code::FormatLimit);
+        return Err(error.hint("at most 2040 GiB; convert the disk to raw for more"));
     }
     if !size_bytes.is_multiple_of(SECTOR) {
         let what = format!("a size of {size_bytes} bytes is no whole number of sectors");

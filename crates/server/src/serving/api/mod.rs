@@ -14,6 +14,7 @@ mod backups;
 pub mod checkpoints;
 pub mod client;
 pub mod discovery;
+mod failure;
 pub mod http;
 pub mod images;
 pub mod jobs;
