@@ -270,8 +270,9 @@ async fn look_for_moved(files: &HostFiles, source: &Locator, may_change: bool) -
 
 /// What is known of a disk that is not at its path.
 pub fn moved(source: &Locator) -> Option<Moved> {
-    let note = read_note(&spile_life::names::moved(&missing(source)?), MOST_NOTE_BYTES).ok()??;
-    Moved::from_text(&String::from_utf8_lossy(&note))
+    let disk = missing(source)?;
+    let note = read_note(&spile_life::names::moved(&disk), MOST_NOTE_BYTES).ok()??;
+    Moved::of_disk(&String::from_utf8_lossy(&note), &disk)
 }
 
 /// The whole path of a file that is not there: of the one that a link names, if there is a link.

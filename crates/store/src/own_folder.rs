@@ -73,11 +73,12 @@ pub fn refuse_foreign(path: &Path) -> Result<()> {
         let may_exchange = stat.st_mode & 0o022 != 0 && stat.st_mode & STICKY == 0;
         if !is_trusted(stat.st_uid) || may_exchange {
             let what = format!(
-                "others may put another folder in its place: {} belongs to the user {}",
+                "others may put another folder in its place: {} belongs to the user {} and has the mode {:04o}",
                 above.display(),
-                stat.st_uid
+                stat.st_uid,
+                stat.st_mode & 0o7777
             );
-            let hint = "name a folder by SPILE_RUN_DIR that lies where only root and this user may write";
+            let hint = "`chmod go-w` that folder, or name one by SPILE_RUN_DIR that lies where only root and this user may write";
             return Err(Error::new(ErrorKind::Denied, what).at_path(folder.path()).hint(hint));
         }
     }

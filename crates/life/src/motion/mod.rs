@@ -134,7 +134,7 @@ pub async fn refuse_old_image<F: Files>(files: &F, image: &Path) -> Result<()> {
 
 /// True when a note beside the path `disk` tells that a disk has gone from there, or come back.
 async fn is_marked<F: Files>(files: &F, disk: &Path) -> bool {
-    for note in [names::came(disk), names::left(disk), names::received(disk)] {
+    for note in [names::came(disk), names::left(disk), names::received(disk), names::moved(disk)] {
         if !note::is_free(files, &note).await {
             return true;
         }

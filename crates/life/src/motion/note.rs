@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use spile_core::{Error, ErrorKind, Files, Locator, OpenMode, Result, Segments, Store, StoreOffset, Via};
 
 use super::{old_image, order};
-use crate::jobs::note::{Note, read_text, text_of, text_of_place};
+use crate::jobs::note::{Note, is_there, read_text, text_of, text_of_place};
 use crate::names;
 use crate::snapshot::{remove_if_there, remove_own};
 
@@ -42,7 +42,7 @@ impl Moved {
     }
 
     /// What a note says with this text; `None` for one that was not written to its end.
-    pub fn from_text(text: &str) -> Option<Self> {
+    fn from_text(text: &str) -> Option<Self> {
         let mut lines = text.strip_suffix(&format!("\n{END}\n"))?.lines();
         lines.next().filter(|head| *head == HEAD)?;
         let mut next = |before: &str| lines.next()?.strip_prefix(before);
@@ -89,9 +89,12 @@ impl Moved {
     /// # Errors
     /// `InvalidInput` for a file that is longer than any note; the system's.
     pub async fn read<F: Files>(files: &F, disk: &Path) -> Result<Option<Self>> {
-        let text = read_text(files, &names::moved(disk)).await?;
-        let is_of_disk = |moved: &Self| moved.image.file_name() == old_image(disk).file_name();
-        Ok(text.and_then(|text| Self::from_text(&text)).filter(is_of_disk))
+        Ok(read_text(files, &names::moved(disk)).await?.and_then(|text| Self::of_disk(&text, disk)))
+    }
+
+    /// What a note of the disk `disk` says with this text; `None` for one of another disk, and for one that was not written to its end.
+    pub fn of_disk(text: &str, disk: &Path) -> Option<Self> {
+        Self::from_text(text).filter(|moved| moved.image.file_name() == old_image(disk).file_name())
     }
 
     /// As [`Moved::told`], of a disk whose new image may lack its name still, because a process has ended before the other host was told. It is told now, if
@@ -183,11 +186,19 @@ pub async fn take_back<F: Files>(files: &F, disk: &Path, may_change: bool) -> Re
 /// # Errors
 /// `Exists`; the system's.
 pub(super) async fn refuse_unfinished<F: Files>(files: &F, disk: &Path, own: Option<&Locator>) -> Result<()> {
-    let Some(moved) = Moved::read(files, disk).await? else { return Ok(()) };
+    let note = names::moved(disk);
+    let Some(moved) = Moved::read(files, disk).await? else {
+        if is_free(files, &note).await || is_there(files, &note).await? {
+            return Ok(());
+        }
+        let what = "a note of a move is in the way that this user's Spile has not made";
+        let hint = "look whose it is, and what disk was moved from here; then remove it";
+        return Err(Error::new(ErrorKind::Exists, what).at_path(&note).hint(hint));
+    };
     if moved.finish.is_none() && !moved.is_broken_off(files, disk).await || own == Some(&moved.to) {
         return Ok(());
     }
-    let (to, note) = (&moved.to, names::moved(disk));
+    let to = &moved.to;
     // Only the message goes to another host.
     let what = format!(
         "another disk was handed over from this path to {to}, and that has not come to its end; only the note {} tells what is left to do",

@@ -198,8 +198,7 @@ impl<'a, 'w, F: Files> Sending<'a, 'w, F> {
 
     /// `error` of the first order. Another server, and an older `spile receive`, do not know it.
     fn explain(&self, error: Error) -> Error {
-        // An order that a host does not know is a name to it.
-        let is_older = matches!(error.code(), Some(Code::BadName | Code::OrderUnknown));
+        let is_older = error.is(Code::OrderUnknown);
         if !order::is_refused_there(&error) || error.kind() != ErrorKind::NotFound && !is_older {
             return error;
         }

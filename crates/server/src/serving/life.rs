@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use futures_util::future::{Either, join_all, select};
-use spile_core::{Error, ErrorKind, Locator, Result};
+use spile_core::{Error, ErrorKind, Locator, Result, ResultExt as _};
 use spile_engine::{Engine, OsEnv, sleep, spawn};
 use spile_image::Graph;
 use spile_life::set::Set;
@@ -147,8 +147,10 @@ impl Server {
             let error = Error::new(ErrorKind::Denied, format!("{failed}: a snapshot could hold what was lost"));
             return Err(error.hint(format!("spile accept-loss {}", open.name)));
         }
-        let allowed: Vec<PathBuf> =
-            self.opening.allow_parents.iter().filter_map(|dir| dir.canonicalize().ok()).collect();
+        let allowed = self.opening.allow_parents.iter().map(|dir| {
+            dir.canonicalize().map_err(|e| Error::io("find a folder of parents (--allow-parents)", e)).at_path(dir)
+        });
+        let allowed = allowed.collect::<Result<Vec<PathBuf>>>()?;
         let leaf = &layers[0];
         let child = snapshot::child_format(leaf.format);
         Plan::new(&layers, open.format, name, &allowed).map_err(|error| {

@@ -137,7 +137,7 @@ pub fn ask(control: &Path, sockets: Vec<String>, queues: u16, disks: Vec<Exporte
     let request = Request::TakeOver { sockets: sockets.clone(), queues, disks: Some(disks.clone()), layout: LAYOUT };
     let given = match ask_once(control, &request) {
         // A build of layout 0 knows no identities of disks. It compares the keys of its guests' sockets, which name their disks.
-        Err(error) if error.is(Code::RequestUnknown) => {
+        Err(error) if error.kind() == ErrorKind::Busy && error.is(Code::RequestUnknown) => {
             ask_once(control, &Request::TakeOver { sockets, queues, disks: None, layout: 0 })
         }
         given => given,

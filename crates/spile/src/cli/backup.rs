@@ -422,15 +422,18 @@ async fn open_all(found: &[(Locator, TargetSpec)], options: &OpenOptions) -> Res
     Ok(opened)
 }
 
+/// Closes all disks, also when one of them fails; the first failure is told.
 async fn close_all(opened: Vec<Opened>) -> Result<()> {
+    let mut all = Ok(());
     for Opened { node, checkpoints } in opened {
         let graph = node.graph().await;
-        node.close().await?;
-        if let Some(checkpoints) = checkpoints {
+        let closed = node.close().await;
+        if let (Ok(()), Some(checkpoints)) = (&closed, checkpoints) {
             checkpoints.close(&graph).await;
         }
+        all = all.and(closed);
     }
-    Ok(())
+    all
 }
 
 /// Shows how far `job` is until it is over.

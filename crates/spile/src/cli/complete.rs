@@ -6,13 +6,15 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use clap_complete::Shell;
-use spile_core::Result;
+use spile_core::{Locator, Result};
+use spile_image::OpenOptions;
 use spile_life::snapshot::name_of;
 use spile_server::serving::api::client::{LOOK_PATIENCE, ask};
 use spile_server::serving::api::discovery;
 use spile_server::serving::api::types::DiskDetail;
 
 use super::control::path_of;
+use super::revert::parents_in;
 use super::{Exit, help, say};
 use crate::log::printable;
 
@@ -129,7 +131,7 @@ fn snapshots(disk: &str) -> Result<Vec<String>> {
             let parents = detail.layers.iter().skip(1).map(|layer| layer.path.clone().into()).collect();
             (detail.disk.path.into(), parents)
         }
-        Err(_) => (disk.into(), Vec::new()),
+        Err(_) => (disk.into(), parents_in(&Locator::from(Path::new(disk)), &OpenOptions::default())),
     };
     let of = super::snapshots::Of { disk: Path::new(&leaf), parents: &parents };
     Ok(of.names().into_iter().filter(|name| *name != name_of(&leaf, &leaf)).collect())

@@ -194,8 +194,9 @@ fn snapshot_of(snapshot: &Path, disk: &Path, parents: &[PathBuf]) -> Result<Path
 }
 
 /// The parents of a disk that no server has. None where it cannot be opened: whoever opens it next says why.
-fn parents_in(at: &Locator, options: &OpenOptions) -> Vec<PathBuf> {
-    let (at, options) = (at.clone(), options.clone());
+pub(super) fn parents_in(at: &Locator, options: &OpenOptions) -> Vec<PathBuf> {
+    // Their names are looked at only: another program may have the disk open.
+    let (at, options) = (at.clone(), OpenOptions { read_only: true, no_lock: true, ..options.clone() });
     let layers = on_engine(move || async move { Ok(disks::open(CacheMode::Page, &at, &options).await?.layers()) });
     layers.map_or_else(|_| Vec::new(), |layers| layers.into_iter().skip(1).map(|layer| layer.path).collect())
 }

@@ -29,6 +29,7 @@ use super::options::Preallocate;
 use super::revert::is_same_file;
 use super::{Exit, ParentArgs, existing, on_engine, parse_format, print_json, printable, say};
 use crate::disks;
+use crate::log::complain;
 use crate::units::format_us;
 
 /// Make a snapshot of one disk, or of several at one point in time
@@ -225,20 +226,26 @@ async fn take_all(files: &HostFiles, disks: Vec<Offline>) -> Result<Vec<Made<Hos
                 ready.push((made, graph, checkpoints));
             }
             Err(error) => {
+                // What cannot be taken back is told beside the cause, and keeps no other disk from being taken back.
                 for (made, ..) in &ready {
-                    snapshot::take_back(files, made).await?;
+                    if let Err(left) = snapshot::take_back(files, made).await {
+                        complain(format!("a snapshot that was made before is not taken back: {left}"));
+                    }
                 }
                 return Err(error);
             }
         }
     }
-    let mut all = Vec::new();
+    let (mut all, mut closed) = (Vec::new(), Ok(()));
     for (made, graph, checkpoints) in ready {
-        graph.close().await?;
-        checkpoints.close(&graph).await;
+        let done = graph.close().await;
+        if done.is_ok() {
+            checkpoints.close(&graph).await;
+        }
+        closed = closed.and(done);
         all.push(made);
     }
-    Ok(all)
+    closed.map(|()| all)
 }
 
 /// Runs `spile clone`.

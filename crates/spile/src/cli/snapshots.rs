@@ -87,7 +87,7 @@ impl Of<'_> {
 
     /// Do `image` and the disk have an image in common? `None` when the image cannot be opened.
     fn has_common(&self, image: &Path) -> Option<bool> {
-        let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+        let options = OpenOptions { read_only: true, no_lock: true, ..OpenOptions::default() };
         let at = Locator::from(image);
         let layers = on_engine(move || async move { Ok(disks::open(CacheMode::Page, &at, &options).await?.layers()) });
         let layers = layers.ok()?;
@@ -102,7 +102,13 @@ impl Of<'_> {
             false => format!("{} cannot be found", image.display()),
         };
         let names: Vec<_> = self.names().iter().map(|name| printable(name)).collect();
+        let [file, _] = file_names(self.disk, &image.to_string_lossy());
+        let called_so = self.disk.with_file_name(file);
         let hint = match &names[..] {
+            _ if is_image(&called_so) => {
+                let file = called_so.display();
+                format!("{file} is called so, and has no image in common with the disk, as after a flatten, or cannot be opened: if it is meant, name it by its path")
+            }
             [] if names::came(self.disk).exists() => {
                 "it has none: it was moved here, and what is below a disk goes along only with `spile move --chain keep`".to_owned()
             }

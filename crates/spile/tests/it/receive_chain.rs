@@ -200,7 +200,7 @@ fn answer_as_older(mut client: UnixStream) -> std::io::Result<()> {
         let number = |at: usize| u32::from_be_bytes(head[at..at + 4].try_into().unwrap());
         client.read_exact(&mut vec![0; number(12) as usize])?;
         let (kind, words) = match number(8) {
-            GO => (REFUSED, "[bad_name] a disk that comes needs the name of one file: letters, digits, and more"),
+            GO => (REFUSED, "[order_unknown] this `spile receive` does not know the order"),
             _ => (1, ""),
         };
         client.write_all(&0x0003_e889_0455_65a9_u64.to_be_bytes())?;

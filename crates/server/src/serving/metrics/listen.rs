@@ -38,6 +38,8 @@ const MAX_CONNECTIONS: usize = 64;
 const MAX_AT_WORK: usize = MAX_CONNECTIONS / 2;
 /// The most connections of one host, those that wait included; further ones are hung up on.
 const MAX_OF_A_HOST: usize = 128;
+/// The most of one network: a host with many addresses leaves the others room.
+const MAX_OF_A_NETWORK: usize = 256;
 /// The most callers of all hosts that are answered or wait: each has a descriptor.
 const MAX_WAITING: usize = 512;
 /// How long a caller may take to say what it wants.
@@ -161,16 +163,18 @@ fn router(answers: Answers) -> Router {
 }
 
 async fn accept(listener: TcpListener, router: Router) {
-    let (places, hosts) = (Arc::new(Semaphore::new(MAX_CONNECTIONS)), Hosts::default());
+    let (places, hosts, networks) = (Arc::new(Semaphore::new(MAX_CONNECTIONS)), Hosts::default(), Hosts::default());
     let waiting = Arc::new(Semaphore::new(MAX_WAITING));
     loop {
         let Ok(caller_place) = waiting.clone().acquire_owned().await else { return };
         match listener.accept().await {
             Ok((stream, from)) => {
-                let Some(caller) = hosts.enter(network_of(from.ip())) else { continue };
+                let address = from.ip().to_canonical();
+                let Some(caller) = hosts.enter(address, MAX_OF_A_HOST) else { continue };
+                let Some(of_network) = networks.enter(network_of(address), MAX_OF_A_NETWORK) else { continue };
                 let (router, places) = (router.clone(), places.clone());
                 tokio::spawn(async move {
-                    let _counted = caller_place;
+                    let _counted = (caller_place, of_network);
                     let all_places = async { (caller.places.acquire().await, places.acquire().await) };
                     // Whoever waits for longer than that asks again.
                     if let Ok(_places) = timeout(CALL_PATIENCE, all_places).await {
@@ -184,9 +188,9 @@ async fn accept(listener: TcpListener, router: Router) {
     }
 }
 
-/// The host of an address. One host has as many addresses as it wants in its IPv6 network of 64 bits.
+/// The network of an address. One host has as many addresses as it wants in its IPv6 network of 64 bits.
 fn network_of(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
+    match address {
         IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() >> 64 << 64).into(),
         address => address,
     }
@@ -211,11 +215,11 @@ struct Caller {
 
 impl Hosts {
     /// Counts one more caller of `host`; `None` when too many wait.
-    fn enter(&self, host: IpAddr) -> Option<Caller> {
+    fn enter(&self, host: IpAddr, most: usize) -> Option<Caller> {
         let mut hosts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let of_host =
             hosts.entry(host).or_insert_with(|| Host { places: Arc::new(Semaphore::new(MAX_AT_WORK)), callers: 0 });
-        if of_host.callers >= MAX_OF_A_HOST {
+        if of_host.callers >= most {
             return None;
         }
         of_host.callers += 1;
@@ -299,12 +303,12 @@ mod tests {
     #[test]
     fn one_host_cannot_take_all_places() {
         let (hosts, hog, other) = (Hosts::default(), [1, 1, 1, 1].into(), [2, 2, 2, 2].into());
-        let callers: Vec<_> = std::iter::from_fn(|| hosts.enter(hog)).collect();
+        let callers: Vec<_> = std::iter::from_fn(|| hosts.enter(hog, MAX_OF_A_HOST)).collect();
         assert_eq!(callers.len(), MAX_OF_A_HOST);
         assert_eq!(callers[0].places.available_permits(), MAX_CONNECTIONS / 2);
-        assert!(hosts.enter(other).is_some());
+        assert!(hosts.enter(other, MAX_OF_A_HOST).is_some());
         drop(callers);
-        assert!(hosts.enter(hog).is_some() && hosts.0.lock().unwrap().is_empty());
+        assert!(hosts.enter(hog, MAX_OF_A_HOST).is_some() && hosts.0.lock().unwrap().is_empty());
     }
 
     #[test]
