@@ -5,7 +5,7 @@ use super::paths::is_product;
 use super::source::{Source, line_of};
 
 /// What looks at the text of an error. Between these and [`READS`] there are only blanks.
-const TEXTS: &[&str] = &[".message()", "error.to_string()", "e.to_string()", "error.message()"];
+const TEXTS: &[&str] = &[".message()", "error.to_string()", "e.to_string()"];
 /// What acts on a text.
 const READS: &[&str] = &[".contains(", ".starts_with(", ".ends_with(", ".find(", ".strip_prefix(", "==", "!="];
 
@@ -18,6 +18,7 @@ pub fn check(source: &Source) -> Vec<Finding> {
     let mut lines: Vec<usize> = TEXTS
         .iter()
         .flat_map(|text| code.match_indices(text).map(move |(at, _)| (at, at + text.len())))
+        .filter(|(at, _)| !is_inside_a_name(code, *at))
         .filter(|(_, end)| READS.iter().any(|read| code[*end..].trim_start().starts_with(read)))
         .map(|(at, _)| line_of(code, at))
         .collect();
@@ -25,6 +26,12 @@ pub fn check(source: &Source) -> Vec<Finding> {
     lines.dedup();
     let message = "the text of a message is for people; act on the error's kind or code (crates/core/src/code.rs)";
     lines.into_iter().map(|line| Finding::new(&source.path, line, message.to_owned())).collect()
+}
+
+/// True when what begins at `at` is the end of a longer name.
+fn is_inside_a_name(code: &str, at: usize) -> bool {
+    let is_of_name = |c: char| c.is_alphanumeric() || c == '_';
+    code[at..].starts_with(is_of_name) && code[..at].ends_with(is_of_name)
 }
 
 #[cfg(test)]

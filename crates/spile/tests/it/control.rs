@@ -168,7 +168,10 @@ fn nonsense_is_answered_and_changes_nothing() {
     ];
     for line in not_understood {
         let answer = say(dir, line.as_bytes());
-        assert!(answer.contains("\"error\":\"a line on the control socket is not understood"), "{line}: {answer}");
+        assert!(
+            answer.contains("\"error\":\"[request_unknown] a line on the control socket is not understood"),
+            "{line}: {answer}"
+        );
     }
     let mut not_text = b"\xff\xfe\n".to_vec();
     assert!(say(dir, &not_text).contains("is not understood"));
