@@ -165,6 +165,11 @@ pub(super) async fn check<F: Files>(
                 "spile gc removes that; then begin the merge again",
             ));
         }
+        if let Some(image) = names::disk_of(other).filter(|image| names::taking(image) == *other) {
+            let what = format!("a merge is just giving a child of this image the name {}", image.display());
+            let hint = "try again when that has ended; spile gc removes what one that was broken off has left";
+            return Err(refuse(ErrorKind::Busy, what, layer.path(), hint));
+        }
         let Some(format) = Format::from_extension(other).filter(|format| format.about().has_parents) else {
             let what =
                 format!("{} is a child of this image, too, and its name does not say its format", other.display());

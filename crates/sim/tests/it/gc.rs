@@ -20,7 +20,7 @@ fn two_hundred_seeds_find_nothing() {
 }
 
 /// Seeds that once found something, and what.
-const KEPT: [(u64, &str); 8] = [
+const KEPT: [(u64, &str); 9] = [
     (59, "something that earlier versions did"),
     (119, "a collection failed because another one had just merged an image beneath its disk"),
     (432, "a collection failed because an image lost its name while its family was asked"),
@@ -29,6 +29,7 @@ const KEPT: [(u64, &str); 8] = [
     (1103, "an image that was deleted once more lost its mark by a crash in the middle of its merge"),
     (1232, "a merge that was broken off kept all others waiting for ever, for its layer was deleted, too"),
     (519048, "a merge never ended, for somebody had written to the emptied layer as to a disk"),
+    (700904, "a collection failed because another merge was just giving an image its second name"),
 ];
 
 #[test]
